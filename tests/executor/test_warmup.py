@@ -49,14 +49,13 @@ def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: 
 # The other arguments of the choices of tiles, with values of models that people serve.
 VALUES: dict[str, tuple[int, ...]] = {
     "num_slots": (8, 32, 60, 64, 128, 256),
-    "columns": (512, 768, 1408, 2048, 5632, 28672),
     "width": (576, 1024, 4096, 28672),
     "depth": (1024, 4096, 14336),
     "max_context": (40960,),
     "itemsize": (2, 4),
-    "weight_itemsize": (1, 2),
+    "rows": (16, 32, 64, 128),
     "is_fixed": (False, True),
-    "is_mxfp4": (False, True),
+    "is_coded": (False, True),
 }
 SIZES = ("rows", "tokens", "entries", "programs")
 LIMITS = (1, 2, 100, 1000, 8192)
@@ -92,7 +91,7 @@ def test_sizes_meet_every_choice_of_tiles(stride: int) -> None:
                             chosen[size] = choice(size, *rest)
                         found.add(chosen[size])
                     assert {chosen[size * per_row] for size in tiles.sizes(limit)} == found, (name, rest, per_row)
-    assert "expert_tile" in checked and "block_linear_tile" in checked
+    assert "expert_tile" in checked and "coded_tile" in checked
 
 
 def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

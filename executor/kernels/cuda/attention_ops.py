@@ -24,6 +24,7 @@ from penstock.executor.kernels.cuda.tiles import Tile, decode_tile, fixed_attent
 # into registers, so its positions are not split.
 FIXED_SPLIT, UNSPLIT = 512, 1 << 30
 MIN_PROGRAMS = 3  # per row and key-value head, if its context may be long
+MAX_EVEN_SPLITS = 16  # parts of a row that merge quickly; a context of many times MAX_SPLIT has more
 
 
 class Attention(NamedTuple):
@@ -68,10 +69,10 @@ def paged_attention(
     split = 0 if not is_fixed else FIXED_SPLIT if dim <= 128 else UNSPLIT
     given = Attention(q, k_pages, v_pages, sinks, out, numbers, shape, split)
     if singles.num_single_rows:
-        tile = decode_tile(singles.num_single_rows, group, dim, itemsize, k_pages.element_size())
+        tile = decode_tile(group, dim, itemsize, k_pages.element_size())
         decode(singles, given, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
     if batch.query_lens:
-        tile = prefill_tile(dim, itemsize)
+        tile = prefill_tile(dim, itemsize, k_pages.element_size())
         prefill(batch, given, fixed_attention_tile(dim, group, itemsize, is_single=False) if is_fixed else tile)
     return out
 
@@ -96,7 +97,7 @@ def decode(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
     q, k_pages, v_pages, _, out, numbers, shape, split = given
     rows, longest = batch.num_single_rows, batch.max_single_context
     tiles = shape.kv_heads * triton.cdiv(shape.group, tile.rows)
-    even_splits, programs = num_splits(rows, tiles, longest, split, tile)
+    even_splits, programs = num_splits(rows, tiles, longest, split)
     parts, made, arrivals = max(1, triton.cdiv(longest, split)) if split else programs, out, out
     if parts > 1:
         width = min(shape.group, tile.rows) * (shape.value_dim + 2)
@@ -114,14 +115,14 @@ def decode(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
     )
 
 
-def num_splits(rows: int, tiles: int, longest: int, split: int, tile: Tile) -> tuple[int, int]:
+def num_splits(rows: int, tiles: int, longest: int, split: int) -> tuple[int, int]:
     """Return the number of parts per row that occupies the GPU if all contexts are equally long, and the number of
     programs per row. The latter is larger, so that a long context among short ones is read by more programs; those of
     short rows end at once, but starting them takes time. `longest`: the longest context that a row may have."""
-    capacity = current_card().num_processors * tile.programs
-    even = max(1, capacity // (rows * tiles))
-    programs = max(MIN_PROGRAMS, 4 * capacity // (rows * tiles))
-    programs = min(programs, capacity // tiles, triton.cdiv(longest, kernels.MAX_SPLIT.value))
+    processors = current_card().num_processors
+    even = min(MAX_EVEN_SPLITS, max(1, processors // (rows * tiles)))
+    programs = max(MIN_PROGRAMS, 4 * processors // (rows * tiles))
+    programs = min(programs, 3 * processors // tiles, triton.cdiv(longest, kernels.MAX_SPLIT.value))
     limit = max(1, triton.cdiv(longest, split or kernels.MIN_SPLIT.value))
     return min(even, limit), min(max(even, programs), limit)
 

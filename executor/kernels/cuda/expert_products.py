@@ -15,9 +15,9 @@ from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.routing import load_slots, sort_entries
-from penstock.executor.kernels.cuda.tiles import expert_tile, packed_expert_tile
+from penstock.executor.kernels.cuda.tiles import expert_tile
 from penstock.executor.kernels.eight_bits import are_quantized, make_quantized
-from penstock.executor.kernels.weight import BLOCKS, Packed, Weight
+from penstock.executor.kernels.weight import BLOCKS, Mxfp4, Packed, Weight
 
 SUM_BLOCK = tl.constexpr(512)  # columns per program of the weighted sum
 
@@ -38,28 +38,24 @@ def fused_experts(
     unquantized; with many entries, or with is_fixed, the products are FP8. Other codes are always dequantized."""
     (num_slots, width, inner), entries = down.shape, slots.numel()
     x: Scaled = hidden, None
-    formats = gate_up.format, down.format
-    if formats == (BLOCKS, BLOCKS) and (is_fixed or are_quantized(entries, num_slots)):
+    if gate_up.format is down.format is BLOCKS and (is_fixed or are_quantized(entries, num_slots)):
         x = fp8.quantize(hidden)
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
-    sizes = x[0].element_size(), gate_up.codes.element_size()
-    if any(isinstance(form, Packed) for form in formats):
-        tiles = [packed_expert_tile(entries, num_slots, each, sizes[0], is_fixed) for each in (inner, width)]
-    else:
-        tiles = [expert_tile(entries, num_slots, each, *sizes, is_fixed) for each in (inner, width)]
-    order = sort_entries(slots, num_slots, first, tiles[0].rows)
+    is_coded = any(isinstance(weight.format, (Packed, Mxfp4)) for weight in (gate_up, down))
+    tile = expert_tile(entries, num_slots, x[0].element_size(), is_coded, is_fixed)
+    order = sort_entries(slots, num_slots, first, tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
     multiply(
-        *(x, gate_up, inside, tiles[0]),
+        *(x, gate_up, inside, tile),
         bias=biases[0],
         activation=activation,
         order=order,
         entries_per_row=slots.shape[1],
         like=hidden,
     )
-    multiply(inside, down, (parts, None), tiles[1], order=order, bias=biases[1])
+    multiply(inside, down, (parts, None), tile, order=order, bias=biases[1])
     return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 

@@ -19,13 +19,12 @@ from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.tiles import (
     FIXED_PROGRAMS,
     Tile,
-    block_linear_tile,
+    coded_tile,
     depth_splits,
     fixed_tile,
-    packed_tile,
 )
 from penstock.executor.kernels.eight_bits import pad_rows
-from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, Weight
+from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight
 
 MAX_OWN_TOKENS = 256
 JOIN_BLOCK = tl.constexpr(1024)
@@ -71,14 +70,10 @@ def _divide(rows: int, weight: Weight, itemsize: int, is_fixed: bool) -> tuple[T
     if weight.is_numbers:
         tile, splits = fixed_tile(rows, width, depth, itemsize)
     else:
-        splits, is_mxfp4 = 1, weight.format is MXFP4
-        if weight.format is BLOCKS:
-            tile = block_linear_tile(rows, width, is_fixed)
-        else:
-            tile = packed_tile(rows, width, itemsize, is_fixed, is_mxfp4)
+        tile, splits = coded_tile(rows, itemsize, is_fixed), 1
     programs = triton.cdiv(width, tile.columns) * triton.cdiv(rows, tile.rows)
     if not is_fixed:
-        splits = depth_splits(programs, depth)
+        splits = depth_splits(programs, depth, tile.rows)
     return tile, splits, splits > 1 and is_fixed and programs >= FIXED_PROGRAMS
 
 

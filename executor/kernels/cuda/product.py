@@ -28,9 +28,10 @@ from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, MXFP4_BLOCK, 
 Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they are FP8
 GROUP, MX_BLOCK = tl.constexpr(BLOCK), tl.constexpr(MXFP4_BLOCK)
 TOGETHER = tl.constexpr(8)  # row tiles that read a weight side by side, so that it is read from memory once for all
-# A float32 whose last mantissa bit counts ones: OR-ing a small integer into it replaces a conversion instruction, whose
-# throughput is low.
-ONES, ONES_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
+# Numbers whose last mantissa bit counts ones. OR-ing a code into one replaces a conversion, which is slow.
+ONES_BITS = tl.constexpr(0x4B000000)  # 2 ** 23 in float32
+IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums
+MAX_SCALED_ROWS = tl.constexpr(32)  # of tiles whose sums are scaled rather than the weights
 
 
 class ProductSpec(NamedTuple):
@@ -254,10 +255,10 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         x_scale = tl.full([is_row.shape[0]], 1.0, tl.float32)
         if SPEC.is_quantized:
             x_scale = tl.load(x_scale_ptrs + start // GROUP * x_scales_stride, mask=is_row, other=0.0)
-        codes = _load_codes(ptrs + ahead * BYTES, weight[1], step, is_deep, byte, column, 0, SPEC)
+        codes = _load_codes(ptrs + ahead * BYTES, weight[1], step, is_deep, column, 0, SPEC)
         if SPEC.activation is not None:
             up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
-            up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, byte, column, SPEC.width, SPEC)
+            up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
         for half in tl.static_range(PER_BYTE):
             if SPEC.is_reordered:
                 place = tl.load(weight[3] + start + half * SPEC.half + first)
@@ -287,16 +288,17 @@ def _finish(acc, up, bias_ptrs, is_column, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(ptrs, scales_ptr, step, is_deep, byte, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+def _load_codes(ptrs, scales_ptr, step, is_deep, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
     """Load the codes of a step [bytes, columns] from row SHIFT of the weight on; of MXFP4, with their exponents."""
     IS_WHOLE: tl.constexpr = SPEC.is_whole
     mask = is_deep[:, None] & (column < SPEC.width)[None, :]
     codes = load_inside(ptrs, mask, IS_WHOLE)
     exponents = codes
     if SPEC.kind == "mxfp4":
-        block = step * (SPEC.step // MX_BLOCK) + byte // SPEC.half
+        block = step * (SPEC.step // MX_BLOCK) + tl.arange(0, SPEC.step // MX_BLOCK)
         at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block[:, None]
-        exponents = load_inside(scales_ptr + at, mask, IS_WHOLE)
+        is_block = (block < SPEC.depth // MX_BLOCK)[:, None] & (column < SPEC.width)[None, :]
+        exponents = load_inside(scales_ptr + at, is_block, IS_WHOLE)
     return codes, exponents
 
 
@@ -324,37 +326,49 @@ def _add_product(
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
     if SPEC.kind == "groups":
         at = (start + half * SPEC.half) // SPEC.group * SPEC.rows + SHIFT + column
-        codes = _dequantize_groups(codes, half, scales_ptr + at, zeros_ptr + at, column < SPEC.width, SPEC)
-    elif SPEC.kind == "mxfp4":
-        codes = _dequantize_mxfp4(codes.to(tl.int32) >> 4 * half & 15, exponents)
+        return _add_groups(acc, x, codes, half, scales_ptr + at, zeros_ptr + at, column < SPEC.width, SPEC)
+    if SPEC.kind == "mxfp4":
+        codes = _dequantize_mxfp4(codes, exponents, half, x.dtype)
     return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
-def _dequantize_groups(codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_column, SPEC: tl.constexpr):
-    """Dequantize codes [half, columns] to float32; with four bits, `half` selects the part of each byte."""
+def _add_groups(acc, x, codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_column, SPEC: tl.constexpr):
+    """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
     IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
-    if IS_FLOAT:
-        values = codes.to(tl.float32)
-    elif SPEC.per_byte == 2:
-        values = (((codes >> (4 * half)) & 15).to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
-    else:
-        values = (codes.to(tl.uint32) | ONES_BITS).to(tl.float32, bitcast=True)
+    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and zeros_ptrs.dtype.element_ty != tl.uint8
     GROUPS: tl.constexpr = codes.shape[0] // SPEC.group  # 0 if the group is longer
     scales = _load_scales(scales_ptrs, is_column, GROUPS, SPEC)
+    if IS_FLOAT:
+        values = codes.to(tl.float32)
+    elif SPEC.per_byte == 2 and IS_COMPILED and x.dtype != tl.float32:
+        values = _spread(codes, half, x.dtype)
+    else:
+        values = (((codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)).to(tl.uint32) | ONES_BITS).to(
+            tl.float32, bitcast=True
+        )
     if GROUPS > 1:
         values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
     if SPEC.has_zeros:
         zeros = _load_scales(zeros_ptrs, is_column, GROUPS, SPEC)
-        if zeros_ptrs.dtype.element_ty == tl.uint8:
-            values = (values - (ONES + zeros)) * scales
+    if not IS_FLOAT:  # exact: the numbers are small integers
+        below = tl.full(scales.shape, ones_of(values.dtype), tl.float32)
+        if HAS_MINIMA:
+            below += 0
+        elif SPEC.has_zeros:
+            below += zeros
         else:
-            values = (values - ONES) * scales - zeros
-    elif IS_FLOAT:
-        values = values * scales
+            below += 8 if SPEC.per_byte == 2 else 128
+        values -= below.to(values.dtype)
+    if GROUPS <= 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
+        acc += tl.dot(x, values.to(x.dtype), input_precision="ieee") * scales
     else:
-        values = (values - (ONES + (8 if SPEC.per_byte == 2 else 128))) * scales
-    return tl.reshape(values, [codes.shape[0], codes.shape[1]])
+        values = values.to(tl.float32) * scales
+        if HAS_MINIMA:
+            values -= zeros
+        values = tl.reshape(values, [codes.shape[0], codes.shape[1]])
+        acc = tl.dot(x, values.to(x.dtype), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -368,12 +382,70 @@ def _load_scales(ptrs, is_column, GROUPS: tl.constexpr, SPEC: tl.constexpr):
     return scales.to(tl.float32)
 
 
+@triton.constexpr_function
+def ones_of(dtype):
+    """Return the number of a dtype whose last mantissa bit counts ones, and whose other mantissa bits are 0."""
+    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)]
+
+
+@triton.constexpr_function
+def spread_assembly(half, dtype):
+    """Return the assembly that makes of four bytes ones_of(dtype) + 0 … 15, by one half of each byte."""
+    high = {"bf16": 0x43434343, "fp16": 0x64646464}[str(dtype)]  # the upper byte of each number
+    return f"""{{
+        .reg .b32 codes, ones;
+        shr.u32 codes, $2, {4 * half};
+        and.b32 codes, codes, 0x0f0f0f0f;
+        mov.b32 ones, {high};
+        prmt.b32 $0, codes, ones, 0x4140;
+        prmt.b32 $1, codes, ones, 0x4342;
+    }}"""
+
+
 @triton.jit
-def _dequantize_mxfp4(codes, exponents):
-    """Dequantize codes 0 … 15 with exponents of the same shape. From 2 on, a code's bits are those of a short float."""
+def _spread(codes, half: tl.constexpr, dtype: tl.constexpr):
+    """Return ones_of(dtype) + the four bits in one half of each byte."""
+    assembly: tl.constexpr = spread_assembly(half, dtype)
+    return tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4)
+
+
+@triton.constexpr_function
+def float_assembly(half, dtype):
+    """Return the assembly that puts the bits of four-bit floats, in one half of four bytes, where `dtype` has its sign,
+    the end of its exponent and the begin of its mantissa."""
+    size, sign = {"bf16": 6, "fp16": 9}[str(dtype)] - 4 * half, 12 - 4 * half
+    lines = ""
+    for number, selector in enumerate(("0x4140", "0x4342")):
+        lines += f"""
+        prmt.b32 both, $2, 0, {selector};
+        and.b32 size, both, {0x00070007 << 4 * half};
+        and.b32 sign, both, {0x00080008 << 4 * half};
+        shl.b32 size, size, {size};
+        shl.b32 sign, sign, {sign};
+        or.b32 ${number}, size, sign;"""
+    return "{.reg .b32 both, size, sign;" + lines + "}"
+
+
+@triton.jit
+def _dequantize_mxfp4(codes, exponents, half: tl.constexpr, dtype: tl.constexpr):
+    """Dequantize the four-bit floats in one half of codes [bytes, columns] by exponents [blocks, columns]."""
     scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an exponent of 0 gives 0, not 2 ** -127
-    size = codes & 7
-    large = ((size + 252) << 22).to(tl.float32, bitcast=True)
-    number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
-    number = tl.where(codes >= 8, -number, number)
-    return number * scales
+    if IS_COMPILED and dtype != tl.float32:
+        LEAST: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+        number = tl.inline_asm_elementwise(
+            float_assembly(half, dtype), "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4
+        )
+        number *= tl.full([1, 1], LEAST, dtype)
+    else:
+        codes = codes.to(tl.int32) >> 4 * half & 15
+        size = codes & 7
+        number = ((size + 252) << 22).to(tl.float32, bitcast=True)  # from 2 on, the bits are those of a short float
+        number = tl.where(size < 2, size.to(tl.float32) * 0.5, number)
+        number = tl.where(codes >= 8, -number, number)
+    if IS_COMPILED and dtype == tl.bfloat16:
+        scales = scales.to(dtype)  # exact, like the products
+    else:
+        number = number.to(tl.float32)
+    BLOCKS: tl.constexpr = exponents.shape[0]
+    number = tl.reshape(number, [BLOCKS, codes.shape[0] // BLOCKS, codes.shape[1]]) * scales[:, None, :]
+    return tl.reshape(number, [codes.shape[0], codes.shape[1]])

@@ -4,8 +4,7 @@ Nothing is tuned while requests wait. A choice that depends on the rows, tokens 
 where that number crosses a power of two, so `sizes` covers all choices, and all of them run at startup.
 
 The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, warpgroup tensor
-core instructions) and from published measurements; those of `decode_tile` and `few_rows_tile` were measured on an H100.
-Cards whose products read registers, or with 99 KiB of shared memory, use smaller tiles. tests/executor/kernels compiles
+core instructions); those for prompts, decoding and products of few rows are the fastest of several on an H100. Cards whose products read registers, or with 99 KiB of shared memory, use smaller tiles. tests/executor/kernels compiles
 all of them.
 """
 
@@ -16,7 +15,8 @@ from penstock.executor.kernels.card import current_card
 FIXED_PROGRAMS = (
     128  # programs that a product of few rows is split for, on any card; products of more tiles are not split
 )
-MIN_DEPTH = 1024  # of a split of a product's depth: below this, adding up splits costs more than it gains
+FIXED_DEPTH = 1024  # of a split for which the order of the sum is fixed, at least
+MIN_DEPTH = 512  # of another split of a product's depth: below this, adding up splits costs more than it gains
 
 
 class Tile(NamedTuple):
@@ -24,36 +24,27 @@ class Tile(NamedTuple):
     columns: int  # N of the tile's matrix product
     num_warps: int
     num_stages: int
-    programs: int = 1  # programs per multiprocessor, for kernels that launch as many as fit on the GPU
 
     def constants(self) -> dict[str, int]:
         """Return the launch options and constants of a kernel with such tiles."""
         return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def decode_tile(num_rows: int, group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
-    """rows: query heads that share a key-value head; columns: positions per step. `num_rows`: rows of the batch."""
+def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
+    """rows: query heads that share a key-value head; columns: positions per step."""
     rows = max(16, power_of_2(group))
     if head_dim > 256:
-        return Tile(rows, 16, 4, 1, 1) if itemsize == 4 else Tile(rows, 16, 8, 3, 1)
+        return Tile(rows, 16, 4, 1) if itemsize == 4 else Tile(rows, 16, 8, 3)
     if itemsize == 4:
-        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
+        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2)
     if not current_card().has_wide_products:
         # Cards after 8.0 have little shared memory.
         stages = 3 if current_card().capability == (8, 0) or page_itemsize == 1 else 2
-        return Tile(rows, 32, 4, stages, 3) if head_dim <= 128 else Tile(rows, 16, 8, 2, 2)
-    if head_dim > 128:
-        return Tile(rows, 32, 4, 3, 2)
-    # On an H100, at 1,024 positions of 8 heads, compared with the last of these: 8.2 µs instead of 9.7 for one row,
-    # 18.3 instead of 21.4 for 8, 52.5 instead of 56.5 for 32; the last is the fastest for 256.
-    if num_rows <= 2 and page_itemsize > 1:
-        return Tile(rows, 128, 4, 3, 1)
-    if num_rows <= 64 and page_itemsize > 1:
-        return Tile(rows, 32, 2, 3, 4)
-    return Tile(rows, 64, 4, 3, 2 if page_itemsize == 1 else 3)
+        return Tile(rows, 32, 4, stages) if head_dim <= 128 else Tile(rows, 16, 8, 2)
+    return Tile(rows, 32 if head_dim > 128 else 64, 4, 3)
 
 
-def prefill_tile(head_dim: int, itemsize: int) -> Tile:
+def prefill_tile(head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
     """rows: (token, head) pairs; 64 or more of them make a warpgroup product (wgmma)."""
     if head_dim > 256 and itemsize == 4:
         return Tile(16, 16, 8, 1)
@@ -64,13 +55,15 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
         return Tile(32, 32, 8, 2)  # the accumulator of a warpgroup product would not fit into registers
     if head_dim > 128:
         return Tile(128 if is_wide else 64, 32, 8, 2)
+    if head_dim > 64 and page_itemsize > 1 and current_card().capability[0] == 9:
+        return Tile(128, 128, 8, 3)
     return Tile(128, 64 if is_wide else 32, 8, 3)
 
 
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
     """rows: (token, head) pairs, of one token if is_single; columns: positions per step."""
     if itemsize == 4:
-        return Tile(16, 16, 8, 1, 2)
+        return Tile(16, 16, 8, 1)
     is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
     # FP8 values pass through registers on their way to a product, and many rows leave none for them.
     # Two stages leave no copy in flight while a block is computed.
@@ -83,7 +76,7 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
         return Tile(16, 32, 8, stages)
     if num_heads > 16:
         return Tile(32, 32, 8, stages)
-    return Tile(16, 32, 4, stages, 2) if is_wide else Tile(16, 32, 8, stages)
+    return Tile(16, 32, 4 if is_wide else 8, stages)
 
 
 def expanded_tile(itemsize: int) -> Tile:
@@ -93,21 +86,21 @@ def expanded_tile(itemsize: int) -> Tile:
     return Tile(128, 64, 8, 3) if current_card().has_wide_products else Tile(64, 64, 8, 2)
 
 
-def expert_tile(
-    entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int, is_fixed: bool = False
-) -> Tile:
+def expert_tile(entries: int, num_slots: int, itemsize: int, is_coded: bool = False, is_fixed: bool = False) -> Tile:
     """Choose by the average number of entries per expert. With few entries, reading weights is the bottleneck, so all
-    multiprocessors should read. The tile's rows do not depend on `columns`, the product's width. is_fixed: small
-    batches get no tile of their own (see `fixed_tile`)."""
+    multiprocessors should read. is_coded: the weights are codes that are dequantized in registers; on cards whose
+    products also read registers, tiles of many rows are smaller then. is_fixed: small batches get no tile of their own
+    (see `fixed_tile`)."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
     if itemsize == 1:  # 128 columns: the quantization group of the up projection's output
         return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
-    if entries <= 16 * num_slots and not is_fixed:
-        width, programs = 128 if weight_itemsize == 1 else 64, min(entries, num_slots) * columns
-        while width > 32 and programs < width * current_card().num_processors:
-            width //= 2
-        return Tile(16, width, 4, 3 if width == 128 else 4 if width == 64 else 6)
+    if entries < 16 * num_slots and not is_fixed:
+        # From 10.0 on, the compiler spills with four warps.
+        warps = 8 if current_card().capability >= (10, 0) else 4
+        return Tile(16, 32, warps, 4) if is_coded else Tile(16, 32, 2, 6)
+    if is_coded and not current_card().has_wide_products:
+        return Tile(64, 32, 8, 3)
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
@@ -116,41 +109,24 @@ def depth_step(itemsize: int) -> int:
     return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
 
 
-def block_linear_tile(rows: int, width: int, is_fixed: bool = False) -> Tile:
-    """columns: at most the 128 that share a scale. With few rows, all multiprocessors should read weights."""
-    if rows <= 16 and not is_fixed:
-        return Tile(16, 64, 4, 4) if width >= 64 * current_card().num_processors else Tile(16, 32, 4, 6)
-    return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
-
-
-def packed_tile(rows: int, width: int, itemsize: int, is_fixed: bool = False, is_mxfp4: bool = False) -> Tile:
-    """Codes pass through registers: on cards whose products also read registers, tiles of many rows are smaller."""
+def coded_tile(rows: int, itemsize: int, is_fixed: bool = False) -> Tile:
+    """Choose for a linear layer with a weight of codes. FP8 inputs are multiplied as they are, all others by numbers that
+    pass through registers: on cards whose products also read registers, tiles of many rows are smaller then."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
-    if rows <= 16 and not is_fixed:
-        # A step has 32 bytes of each column of MXFP4: with fewer columns, no thread would load 16 bytes at once.
-        is_wide = is_mxfp4 or width >= 64 * current_card().num_processors
-        return Tile(16, 64 if is_wide else 32, 4, 4)
-    if not current_card().has_wide_products:
+    if rows <= 32 and not is_fixed:
+        return Tile(16 if rows <= 16 else 32, 64, 4, 3)
+    if itemsize > 1 and not current_card().has_wide_products:
         return Tile(64, 64, 8, 3)
     return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 64 if is_fixed else 128, 8, 3)
 
 
-def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, is_fixed: bool = False) -> Tile:
-    """Choose like `expert_tile`; the tile's rows do not depend on `columns`."""
-    if (is_fixed or entries > 16 * num_slots) and itemsize < 4:
-        if not current_card().has_wide_products:
-            return Tile(64, 32, 8, 3)
-        return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
-    tile = expert_tile(entries, num_slots, columns, itemsize, 2)
-    # From 10.0 on, the compiler spills with four warps.
-    return tile._replace(num_warps=8) if current_card().capability >= (10, 0) else tile
-
-
-def depth_splits(programs: int, depth: int) -> int:
-    """Return the number of splits of a product's depth: all must run at once and be deep enough to pay off."""
+def depth_splits(programs: int, depth: int, rows: int) -> int:
+    """Return the number of splits of a product's depth for tiles of so many rows: all programs must run at once, of small
+    tiles several on each multiprocessor, and be deep enough to pay off."""
+    at_once = min(4, max(1, 128 // rows)) * current_card().num_processors
     splits = 1
-    while 2 * splits * programs <= current_card().num_processors and 2 * splits * MIN_DEPTH <= depth:
+    while 2 * splits * programs <= at_once and 2 * splits * MIN_DEPTH <= depth:
         splits *= 2
     return splits
 
@@ -164,16 +140,16 @@ def fixed_tile(rows: int, width: int, depth: int, itemsize: int) -> tuple[Tile, 
         columns, stages = 64 if width <= 4096 else 128, 4 if current_card().has_wide_products else 3
         tile = Tile(64, columns, 4, stages) if rows <= 64 else Tile(128, columns, 8, 3)
     splits = 1
-    while splits * -(-width // tile.columns) < FIXED_PROGRAMS and 2 * splits * MIN_DEPTH <= depth:
+    while splits * -(-width // tile.columns) < FIXED_PROGRAMS and 2 * splits * FIXED_DEPTH <= depth:
         splits *= 2
     return tile, splits
 
 
 def fixed_attention_tile(head_dim: int, group: int, itemsize: int, is_single: bool) -> Tile:
     """rows: (token, head) pairs. Tiles for `is_single` and others differ only in their number of warpgroups."""
-    tile = prefill_tile(head_dim, itemsize)
+    tile = prefill_tile(head_dim, itemsize, 1)
     if itemsize < 4 and head_dim <= 128:
-        tile = Tile(64, 64, 4, 3, 2) if is_single else Tile(128, 64, 8, 3)
+        tile = Tile(64, 64, 4, 3) if is_single else Tile(128, 64, 8, 3)
         if not current_card().has_wide_products:
             tile = Tile(64, 16, 8, 2)  # with 32 columns it spills on 8.9
     elif itemsize < 4 and head_dim > 256:

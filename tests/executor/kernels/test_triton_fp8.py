@@ -66,7 +66,14 @@ def moved(x: Quantized, device: torch.device) -> Quantized:
 
 
 def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
-    cases = {(64, 4096): 2, (128, 12288): 1, (64, 1536): 1, (8, 16384): 16, (8, 512): 1}
+    cases = {
+        (64, 4096, 16): 8,
+        (64, 1536, 16): 2,
+        (300, 4096, 16): 1,
+        (64, 4096, 64): 4,
+        (64, 4096, 128): 2,
+        (8, 512, 16): 1,
+    }
     assert {case: tiles.depth_splits(*case) for case in cases} == cases
 
 

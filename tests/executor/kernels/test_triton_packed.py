@@ -1,12 +1,10 @@
 """Products with codes in Triton against their twin, and what is packed against the numbers that it stands for."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.cuda import linear_products, tiles
+from penstock.executor.kernels.cuda import linear_products
 from penstock.executor.kernels.linear import Linear, half_of, pack
 from penstock.executor.kernels.weight import MXFP4, Groups, Weight, as_groups, group_of
 from tests.support.coded import FILE_TYPES, coded
@@ -106,12 +104,6 @@ def test_half_a_step_fits_the_depth_and_the_groups() -> None:
     given = {(4, 4096, 128): 64, (4, 576, 32): 32, (8, 576, 32): 64, (4, 96, 96): 16, (8, 48, 48): 16}
     assert {case: half(*case) for case in given} == given
     assert half(4, 48, 48) is None and half(8, 40, 40) is None
-
-
-def test_tiles_of_many_rows_do_not_depend_on_columns() -> None:
-    for entries, slots in product((1, 100, 5000), (1, 8)):
-        rows = {tiles.packed_expert_tile(entries, slots, columns, 2).rows for columns in (64, 4096, 100_000)}
-        assert len(rows) == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "MXFP4"])
