@@ -61,6 +61,8 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             else:
                 throughput("throughput", config, job["tiny"], partial(generate, llm))
                 mixed_lengths("throughput of mixed lengths", llm, job["tiny"])
+        if "concurrent" in job["parts"] and llm is not None:
+            concurrent(config, llm, job["tiny"])
         executor.close() if llm is None else llm.shutdown()
 
 
@@ -225,6 +227,18 @@ def mixed_lengths(name: str, llm: Any, is_tiny: bool) -> None:
     if (made := sum(len(result.outputs[0].token_ids) for result in found)) != asked:
         raise SystemExit(f"{made} of {asked} tokens came back")
     report(name, seconds=seconds, requests=num, output_tokens=asked, output_tokens_per_s=asked / seconds)
+
+
+def concurrent(config: dict[str, Any], llm: Any, is_tiny: bool) -> None:
+    """Run 1 to 256 requests at once: prompts of 128 tokens, answers of 1,024."""
+    rng = np.random.default_rng(2)
+    length, answer = (8, 6) if is_tiny else (128, 1024)
+    for count in (1, 3) if is_tiny else (1, 16, 64, 256):
+        prompts = rng.integers(config["vocab_size"], size=(count, length)).tolist()
+        started_s = time.perf_counter()
+        lengths = generate(llm, prompts, answer)
+        seconds = time.perf_counter() - started_s
+        report(f"{count} at once", requests=count, seconds=seconds, output_tokens_per_s=sum(lengths) / seconds)
 
 
 def generate(llm: Any, prompts: list[list[int]], answer: int) -> list[int]:

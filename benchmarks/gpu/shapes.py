@@ -20,23 +20,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3
     | {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "tie_word_embeddings": True}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
-    "opt-125m": {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": 50_272,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "ffn_dim": 3072,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 768,
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "torch_dtype": "float16",
-    },
-    "qwen3-1.7b": _QWEN3
-    | {"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": True}
-    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
+    "qwen3-8b": _QWEN3
+    | {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
     "llama-3.1-8b": LLAMA
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0}
     | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336, "tie_word_embeddings": False}
@@ -82,15 +68,13 @@ GPT_OSS: dict[str, Any] = (
 
 # Share of the suite's time per model, in the suite's order: models near the front are certain to be measured.
 SHARES = {"qwen3-0.6b": 50, "llama-3.1-8b": 65, "deepseek-v2-lite": 70, "qwen3-30b-a3b": 105}
-SHARES |= {"qwen3-1.7b": 40, "opt-125m": 25}
+SHARES |= {"qwen3-8b": 80}
 
 _TINY = {
     "vocab_size": 512,
     "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
     "moe_intermediate_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

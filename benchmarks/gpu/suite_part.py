@@ -15,7 +15,7 @@ from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES
 
-PARTS = ("startup", "decode", "profile", "prefill", "throughput", "peer")
+PARTS = ("startup", "decode", "profile", "prefill", "throughput", "concurrent", "peer")
 BESIDE = ("qwen3-0.6b", "llama-3.1-8b")  # the others would take too long with transformers
 PEER_SHARE = 45
 MARGIN_S = 15.0  # of the rung's time

@@ -73,13 +73,13 @@ def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
 
 def test_what_is_late_is_killed_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     limit_s = suite_part.MARGIN_S + 0.2
-    found, _ = run(capsys, "--models", "opt-125m", "--parts", "decode", limit_s=limit_s)
-    assert found == {"opt-125m: the rest": {"skipped": "decode: its 0 s were over"}}
+    found, _ = run(capsys, "--models", "qwen3-8b", "--parts", "decode", limit_s=limit_s)
+    assert found == {"qwen3-8b: the rest": {"skipped": "decode: its 0 s were over"}}
 
 
 @pytest.mark.slow
 def test_a_part_that_fails_leaves_what_it_had_reported_and_its_last_words() -> None:
-    (job,) = suite_part.plan(JOB | {"suite": ["--models", "opt-125m", "--parts", "decode"]})
+    (job,) = suite_part.plan(JOB | {"suite": ["--models", "qwen3-8b", "--parts", "decode"]})
     found, problem = run_part(job.module, job.argument | {"models": ["absent"]}, 600)
     assert found == {} and problem == "KeyError: 'absent'"
     assert suite_part.missing(job, found, problem) == "decode: KeyError: 'absent'"
@@ -97,7 +97,7 @@ def test_transformers_answers_the_same_requests(capsys: pytest.CaptureFixture[st
 
 
 def test_an_unknown_part_or_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, known in (("--parts", "decode"), ("--models", "opt-125m")):
+    for option, known in (("--parts", "decode"), ("--models", "qwen3-8b")):
         with pytest.raises(SystemExit):
             suite_part.read_options([option, "nothing"])
         message = capsys.readouterr().err

@@ -24,7 +24,7 @@ from penstock.executor.kernels.cuda.tiles import Tile, decode_tile, fixed_attent
 # into registers, so its positions are not split.
 FIXED_SPLIT, UNSPLIT = 512, 1 << 30
 MIN_PROGRAMS = 3  # per row and key-value head, if its context may be long
-MAX_EVEN_SPLITS = 16  # parts of a row that merge quickly; a context of many times MAX_SPLIT has more
+MAX_EVEN_SPLITS = 32  # parts of a row that merge quickly; a context of many times MAX_SPLIT has more
 
 
 class Attention(NamedTuple):

@@ -243,6 +243,17 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         x_ptrs += begin * SPEC.step
         ptrs += begin * BYTES
     is_deep = first >= 0
+    # Where a group is several steps, its scales are loaded a step ahead, so that no product waits for them. In tiles of few
+    # rows zeros change their layout in every step then, which takes longer.
+    IS_LARGE: tl.constexpr = is_row.shape[0] > MAX_SCALED_ROWS
+    AHEAD: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0 and (IS_LARGE or not SPEC.has_zeros)
+    scales = column, column
+    up_scales = scales
+    if AHEAD:
+        scales = _load_scales(weight, begin * SPEC.step, column, 0, 1, SPEC)
+        up_scales = scales
+        if SPEC.activation is not None:
+            up_scales = _load_scales(weight, begin * SPEC.step, column, SPEC.width, 1, SPEC)
     acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
     up = acc
     for step in range(begin, end):
@@ -259,15 +270,22 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         if SPEC.activation is not None:
             up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
             up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
+        own, up_own = scales, up_scales
+        if AHEAD:
+            scales = _load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
+            if SPEC.activation is not None:
+                up_scales = _load_scales(weight, start + SPEC.step, column, SPEC.width, 1, SPEC)
         for half in tl.static_range(PER_BYTE):
             if SPEC.is_reordered:
                 place = tl.load(weight[3] + start + half * SPEC.half + first)
                 rows = tl.load(row_ptrs[:, None] + place[None, :], mask=is_x, other=0.0)
             else:
                 rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
-            acc = _add_product(acc, rows, x_scale, codes, half, weight, start, column, 0, SPEC)
+            acc = _add_product(acc, rows, x_scale, codes, half, weight, own, start, column, 0, AHEAD, SPEC)
             if SPEC.activation is not None:
-                up = _add_product(up, rows, x_scale, up_codes, half, weight, start, column, SPEC.width, SPEC)
+                up = _add_product(
+                    up, rows, x_scale, up_codes, half, weight, up_own, start, column, SPEC.width, AHEAD, SPEC
+                )
         if CARRIES:
             x_ptrs += SPEC.step
             ptrs += BYTES
@@ -310,14 +328,16 @@ def _add_product(
     loaded,
     half: tl.constexpr,
     weight,
+    scales,
     start,
     column,
     SHIFT: tl.constexpr,
+    AHEAD: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Add the product of x with the numbers in one half of the loaded bytes."""
+    """Add the product of x with the numbers in one half of the loaded bytes. AHEAD: `scales` are those of the group."""
     codes, exponents = loaded
-    _, scales_ptr, zeros_ptr, _, _ = weight
+    scales_ptr = weight[1]
     if SPEC.kind == "blocks":  # a step lies in one block: its product is scaled once, in float32
         scale = tl.load(scales_ptr + SHIFT // GROUP * SPEC.scales_stride + start // GROUP)
         if SPEC.is_quantized:
@@ -325,20 +345,30 @@ def _add_product(
         # Converts through float32: before 9.0 there is no shorter way.
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
     if SPEC.kind == "groups":
-        at = (start + half * SPEC.half) // SPEC.group * SPEC.rows + SHIFT + column
-        return _add_groups(acc, x, codes, half, scales_ptr + at, zeros_ptr + at, column < SPEC.width, SPEC)
+        GROUPS: tl.constexpr = codes.shape[0] // SPEC.group if codes.shape[0] > SPEC.group else 1
+        if not AHEAD:
+            scales = _load_scales(weight, start + half * SPEC.half, column, SHIFT, GROUPS, SPEC)
+        return _add_groups(acc, x, codes, half, scales, GROUPS, weight[2].dtype.element_ty != tl.uint8, SPEC)
     if SPEC.kind == "mxfp4":
         codes = _dequantize_mxfp4(codes, exponents, half, x.dtype)
     return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
-def _add_groups(acc, x, codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_column, SPEC: tl.constexpr):
+def _add_groups(
+    acc,
+    x,
+    codes,
+    half: tl.constexpr,
+    scales_and_zeros,
+    GROUPS: tl.constexpr,
+    ARE_MINIMA: tl.constexpr,
+    SPEC: tl.constexpr,
+):
     """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
     IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
-    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and zeros_ptrs.dtype.element_ty != tl.uint8
-    GROUPS: tl.constexpr = codes.shape[0] // SPEC.group  # 0 if the group is longer
-    scales = _load_scales(scales_ptrs, is_column, GROUPS, SPEC)
+    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and ARE_MINIMA
+    scales, zeros = scales_and_zeros
     if IS_FLOAT:
         values = codes.to(tl.float32)
     elif SPEC.per_byte == 2 and IS_COMPILED and x.dtype != tl.float32:
@@ -349,8 +379,6 @@ def _add_groups(acc, x, codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_c
         )
     if GROUPS > 1:
         values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
-    if SPEC.has_zeros:
-        zeros = _load_scales(zeros_ptrs, is_column, GROUPS, SPEC)
     if not IS_FLOAT:  # exact: the numbers are small integers
         below = tl.full(scales.shape, ones_of(values.dtype), tl.float32)
         if HAS_MINIMA:
@@ -360,7 +388,7 @@ def _add_groups(acc, x, codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_c
         else:
             below += 8 if SPEC.per_byte == 2 else 128
         values -= below.to(values.dtype)
-    if GROUPS <= 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
+    if GROUPS == 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
         acc += tl.dot(x, values.to(x.dtype), input_precision="ieee") * scales
     else:
         values = values.to(tl.float32) * scales
@@ -372,14 +400,22 @@ def _add_groups(acc, x, codes, half: tl.constexpr, scales_ptrs, zeros_ptrs, is_c
 
 
 @triton.jit
-def _load_scales(ptrs, is_column, GROUPS: tl.constexpr, SPEC: tl.constexpr):
-    """Load the scales or zeros of one quantization group, [1, columns], or of GROUPS: [groups, 1, columns]."""
+def _load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPEC: tl.constexpr):
+    """Load scales and zeros of the quantization group at input `start`, [1, columns], or of GROUPS: [groups, 1, columns].
+    Without zeros, the second result is not used."""
+    at = start // SPEC.group * SPEC.rows + SHIFT + column
+    inside = (column < SPEC.width) & (start < SPEC.depth)
     if GROUPS > 1:
-        ptrs = ptrs[None, :] + tl.arange(0, GROUPS)[:, None] * SPEC.rows
-        scales = tl.load(ptrs, mask=is_column[None, :], other=0.0)[:, None, :]
+        at = at[None, None, :] + tl.arange(0, GROUPS)[:, None, None] * SPEC.rows
+        inside = inside[None, None, :]
     else:
-        scales = tl.load(ptrs, mask=is_column, other=0.0)[None, :]
-    return scales.to(tl.float32)
+        at = at[None, :]
+        inside = inside[None, :]
+    scales = tl.load(weight[1] + at, mask=inside, other=0.0).to(tl.float32)
+    zeros = scales
+    if SPEC.has_zeros:
+        zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
+    return scales, zeros
 
 
 @triton.constexpr_function

@@ -41,7 +41,7 @@ def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) ->
         # Cards after 8.0 have little shared memory.
         stages = 3 if current_card().capability == (8, 0) or page_itemsize == 1 else 2
         return Tile(rows, 32, 4, stages) if head_dim <= 128 else Tile(rows, 16, 8, 2)
-    return Tile(rows, 32 if head_dim > 128 else 64, 4, 3)
+    return Tile(rows, 32 if head_dim > 128 else 64 if head_dim > 64 else 128, 4, 3)
 
 
 def prefill_tile(head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
@@ -55,7 +55,7 @@ def prefill_tile(head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
         return Tile(32, 32, 8, 2)  # the accumulator of a warpgroup product would not fit into registers
     if head_dim > 128:
         return Tile(128 if is_wide else 64, 32, 8, 2)
-    if head_dim > 64 and page_itemsize > 1 and current_card().capability[0] == 9:
+    if head_dim == 128 and page_itemsize > 1 and current_card().capability[0] == 9:
         return Tile(128, 128, 8, 3)
     return Tile(128, 64 if is_wide else 32, 8, 3)
 
@@ -95,7 +95,7 @@ def expert_tile(entries: int, num_slots: int, itemsize: int, is_coded: bool = Fa
         return Tile(16, 32, 4, 2)
     if itemsize == 1:  # 128 columns: the quantization group of the up projection's output
         return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
-    if entries < 16 * num_slots and not is_fixed:
+    if entries < (32 if is_coded else 16) * num_slots and not is_fixed:
         # From 10.0 on, the compiler spills with four warps.
         warps = 8 if current_card().capability >= (10, 0) else 4
         return Tile(16, 32, warps, 4) if is_coded else Tile(16, 32, 2, 6)

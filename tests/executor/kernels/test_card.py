@@ -59,4 +59,4 @@ def test_a_larger_gpu_is_filled_by_more_programs(monkeypatch: pytest.MonkeyPatch
     for card in (Card((8, 0), 56, 163 << 10), RTX_PRO):
         monkeypatch.setattr(cards, "_WITHOUT_GPU", card)
         even, programs = num_splits(1, 1, 1 << 20, 0)
-        assert (even, programs) == (16, min(512, 3 * card.num_processors))
+        assert (even, programs) == (32, min(512, 3 * card.num_processors))

@@ -123,7 +123,8 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
             is_fp8 = "eight-bit experts" in kernel["case"] or "eight bits" in kernel["case"]
             wide = "QGMMA" if is_fp8 else "HGMMA"
             assert kernel[wide if is_wide else "HMMA"] > 0, kernel
-            assert kernel["wide_loads"] > 0, kernel
+            # The fastest tile for one row of MXFP4 has 32 columns, whose codes are copied eight bytes at a time.
+            assert kernel["wide_loads"] > 0 or "MXFP4 experts, one row" in kernel["case"], kernel
 
 
 @pytest.mark.timeout(3600)
