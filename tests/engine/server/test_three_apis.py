@@ -102,15 +102,22 @@ def whole_response(reply: dict[str, Any]) -> Seen:
 def streamed_response(found: list[dict[str, Any]]) -> Seen:
     """Read the deltas; the response in the last event must say the same."""
     reply = found[-1]["response"]
-    assert found[-1]["type"] == f"response.{reply['status']}"
+    ends = ["response.created", "response.in_progress", f"response.{reply['status']}"]
+    assert [event["type"] for event in (*found[:2], found[-1])] == ends
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
     for index, item in enumerate(reply["output"]):
         about = [event for event in found if event.get("output_index") == index]
         kind, field = TEXTS[item["type"]]
         text = item[field] if field in item else "".join(part["text"] for part in item["content"])
-        assert "".join(event["delta"] for event in about if event["type"] == f"response.{kind}.delta") == text
-        assert [event[field] for event in about if event["type"] == f"response.{kind}.done"] == [text]
-        assert about[0]["item"] == {**item, "status": "in_progress", field: ""} or "content" in item
-        assert (about[-1]["type"], about[-1]["item"]) == ("response.output_item.done", item)
+        part = ["content_part"] if "content" in item else []
+        wanted = [f"{each}.added" for each in ("output_item", *part)]
+        wanted += [f"{kind}.delta"] * (len(about) - 2 * len(wanted) - 1)
+        wanted += [f"{each}.done" for each in (kind, *part, "output_item")]
+        assert [event["type"].removeprefix("response.") for event in about] == wanted
+        deltas, done = about[1 + len(part) : -2 - len(part)], about[-2 - len(part)]
+        assert "".join(event["delta"] for event in deltas) == done[field] == text
+        assert about[0]["item"] == {**item, "status": "in_progress", "content" if part else field: [] if part else ""}
+        assert about[-1]["item"] == item
     return whole_response(reply)
 
 
@@ -142,6 +149,8 @@ def streamed_message(found: list[dict[str, Any]]) -> Seen:
                 if delta["type"] == kind:
                     blocks[event["index"]][field] += delta[field]
             blocks[event["index"]]["json"] += delta.get("partial_json", "")
+    stops = [event["index"] for event in found if event["type"] == "content_block_stop"]
+    assert stops == [*range(len(blocks))]
     content = [{**block, "input": json.loads(block["json"] or "{}")} for block in blocks]
     (last,) = [event for event in found if event["type"] == "message_delta"]
     return whole_message({"content": content, "usage": last["usage"], **last["delta"]})
