@@ -28,7 +28,8 @@ def as_function(tool: AnyTool) -> Function:
         return tool
     text, description = {"type": "string"}, tool.description or ""
     if isinstance(form := tool.format, GrammarFormat):
-        description += f"\n\nThe input has to match this {form.syntax} grammar:\n{form.definition}"
+        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+        description += f"\n\nThe input has to match this {kind}:\n{form.definition}"
         text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
     return Function(tool.name, description.strip(), schema)
@@ -51,8 +52,8 @@ class InputDecoder:
         self._has_begun = False  # the string has begun
 
     def feed(self, arguments: str, *, is_last: bool = False) -> str:
-        """Return the text that more of the arguments completes. Arguments that do not begin with `input` are the text
-        themselves, if they are complete."""
+        """Return the text that more of the arguments completes. If complete arguments do not begin with a string `input`,
+        their JSON is the text."""
         self._rest += arguments
         if not self._has_begun and (begin := _BEGIN.match(self._rest)) is not None:
             self._has_begun, self._rest = True, self._rest[begin.end() :]

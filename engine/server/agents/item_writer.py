@@ -15,7 +15,7 @@ from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, object_in
 
-Keep = Callable[[dict[str, Any]], bool]
+Keep = Callable[[dict[str, Any]], bool]  # stores a response; returns whether it was stored
 
 # Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
 # text's events, field of the text, further fields of the events (clients require `logprobs`, which is always empty).

@@ -232,7 +232,7 @@ def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Runni
     assert answer.headers["x-penstock-ignored"] == "client_metadata, tools:web_search, tools:namespace"
     assert "You are a coding agent.\n\nSandbox: none." in qwen.prompt
     assert '"weather"' in qwen.prompt and "web_search" not in qwen.prompt
-    assert r'Edits.\n\nThe input has to match this lark grammar:\nstart: \"*** Begin Patch\""' in qwen.prompt
+    assert r'Edits.\n\nThe input has to match this Lark grammar:\nstart: \"*** Begin Patch\""' in qwen.prompt
 
 
 # Work that would hold up the event loop is done aside.
