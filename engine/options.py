@@ -186,22 +186,23 @@ def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
     missing = _MISSING.match(what)
     if missing is not None:
         return f"{place}.{missing[1]}", REQUIRED
-    if what.startswith("invalid enum value"):  # msgspec does not list the valid values
-        what += f"; one of {', '.join(map(repr, dict.fromkeys(_literals(kind, place))))} is expected"
+    if what.startswith("invalid ") and (values := _literals(kind, place)):  # msgspec does not list the valid values
+        what += f"; one of {', '.join(map(repr, dict.fromkeys(values)))} is expected"
     return place, what
 
 
 def _literals(kind: Any, place: str) -> list[str | int]:
-    """Return the values of the Literal at a path."""
-    found = _parts([msgspec.inspect.type_info(kind)])
+    """Return the values of the Literal or of the tags at a path."""
+    found, tags = _parts([msgspec.inspect.type_info(kind)]), []
     for name in re.findall(r"\.(\w+)|\[", place.replace("[...]", "[]")):
+        tags = [each.tag for each in found if name and getattr(each, "tag_field", None) == name]
         if name:
             fields = [field for each in found for field in getattr(each, "fields", ())]
             found = _parts([field.type for field in fields if field.encode_name == name])
         else:
             within = [getattr(each, of, None) for each in found for of in ("item_type", "value_type")]
             found = _parts([*filter(None, within), *(one for each in found for one in getattr(each, "item_types", ()))])
-    return [value for each in found for value in getattr(each, "values", ())]
+    return tags + [value for each in found for value in getattr(each, "values", ())]
 
 
 def _parts(infos: list[Any]) -> list[Any]:

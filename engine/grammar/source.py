@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, parsed, prepared
 from penstock.engine.grammar.rules import Rules
+from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
 
@@ -33,3 +34,12 @@ def json_source(schema: Any, field: str, coerce_one_of: bool) -> str:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
     options = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES, "coerce_one_of": coerce_one_of}
     return json.dumps({"grammars": [{"json_schema": {**prepared(schema, field), "x-guidance": options}}]})
+
+
+def check_pattern(pattern: str, field: str) -> None:
+    """Raise InvalidRequest if llguidance cannot parse a pattern of a schema. Only compiling it shows if it is too large."""
+    from llguidance import LLMatcher
+
+    if error := LLMatcher.validate_grammar(json_source({"type": "string", "pattern": pattern}, field, False)):
+        what = f"{error.rpartition('error: ')[2]}; a regular expression without look-around is allowed"
+        raise InvalidRequest(field, f"{clip(pattern)!r}: {what}")

@@ -55,7 +55,7 @@ def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
         return found
     except msgspec.ValidationError as error:
         within, what = objection(error, kind)
-        if (media := _MEDIA.fullmatch(what)) is not None:
+        if (media := _MEDIA.match(what)) is not None:
             what = f"{media[1]} is not served; this model reads text only"
         place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None

@@ -17,14 +17,9 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 class BlockWriter(Writer):
     def __init__(self, call: Call, *, is_stream: bool) -> None:
-        super().__init__(call, is_stream=is_stream)
-        self.reply: dict[str, Any] = {
-            "id": f"msg_{call.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": call.model,
-        }
-        self.reply |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
+        reply: dict[str, Any] = {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
+        reply |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
+        super().__init__(call, reply, is_stream=is_stream)
         self._index = -1  # index of the last block in the stream, where truncated calls count too
 
     def begin(self) -> None:

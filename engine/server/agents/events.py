@@ -11,12 +11,9 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
-from penstock.engine.server.conversation import Conversation
-from penstock.engine.server.prompts import in_thread_if, render
-from penstock.engine.server.requests import ChatRequest
+from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
-from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 Kind = Literal["reasoning", "text", "call"]
@@ -29,8 +26,8 @@ class Writer(ABC):
     """Writes one answer as parts (reasoning, text, calls): the events of a stream, and the whole answer. It receives
     the same pieces with and without streaming, so that both have the same content."""
 
-    def __init__(self, call: Call, *, is_stream: bool) -> None:
-        self._call, self._is_stream = call, is_stream
+    def __init__(self, call: Call, reply: dict[str, Any], *, is_stream: bool) -> None:
+        self._call, self.reply, self.is_stream = call, reply, is_stream
         self._kind: Kind | None = None  # kind of the open part
         self._text: list[str] = []  # text of the open part
         self._events: list[bytes] = []  # events that were not sent yet
@@ -82,15 +79,23 @@ class Writer(ABC):
     def _close(self, kind: Kind, text: str, status: str) -> None: ...
 
     def _event(self, kind: str, **fields: Any) -> None:
-        if self._is_stream:
+        if self.is_stream:
             data = _ENCODER.encode({"type": kind, **fields})
             self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
 
-async def write(
-    service: Service, call: Call, plan: ReadingPlan, writer: Writer, *, raises: bool = False
-) -> AsyncGenerator[bytes, None]:
-    """Write the whole answer and yield its events. With `raises`, failures are raised instead of written."""
+async def respond(service: Service, call: Call, plan: ReadingPlan, writer: Writer) -> Reply:
+    """Return the events of a stream, or the whole answer; its failures are raised instead of written."""
+    events = write(service, call, plan, writer)
+    if writer.is_stream:
+        return events
+    async for _ in events:
+        pass
+    return writer.reply
+
+
+async def write(service: Service, call: Call, plan: ReadingPlan, writer: Writer) -> AsyncGenerator[bytes, None]:
+    """Write the whole answer and yield its events."""
     has_begun = False
     reading, (answer,) = plan.begin(), call.answers
     try:
@@ -109,17 +114,10 @@ async def write(
             if written := writer.taken():
                 yield written
     except REFUSALS as error:
-        if raises or (call.reports and not has_begun):  # the router retries on another engine
+        if not writer.is_stream or (call.reports and not has_begun):  # the router retries on another engine
             raise
         await writer.fail(as_http_error(error, call))
         yield writer.taken()
-
-
-async def num_prompt_tokens(service: Service, request: ChatRequest, conversation: Conversation) -> int:
-    """Return the number of tokens of a chat's prompt, without a limit on its length."""
-    text = await render(request, conversation, service)
-    adds = bool(request.add_special_tokens)
-    return len(await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds)))
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:

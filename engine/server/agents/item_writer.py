@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.engine.http.errors import HttpError
+from penstock.engine.server.agents.custom_tools import InputDecoder
 from penstock.engine.server.agents.events import Kind, Writer
+from penstock.engine.server.agents.items_schema import CustomTool
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.tool_choice import ChatFinish
@@ -13,20 +15,16 @@ from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, object_in
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # type of item → prefix of its id
-# Kind of part → type of its item, and type of its text and of the text's events.
-TYPES = {
-    "reasoning": ("reasoning", "reasoning_text"),
-    "text": ("message", "output_text"),
-    "call": ("function_call", "function_call_arguments"),
-}
-# Fields of the events of a text besides the text; clients require the list, which is always empty.
-EVENT_FIELDS: dict[Kind, dict[str, Any]] = {
-    "reasoning": {"content_index": 0},
-    "text": {"content_index": 0, "logprobs": []},
-    "call": {},
-}
+Keep = Callable[[dict[str, Any]], bool]  # stores a response; returns whether it was stored
 
+# Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
+# text's events, field of the text, further fields of the events (clients require `logprobs`, which is always empty).
+FORMS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+    "reasoning": ("reasoning", "rs", "reasoning_text", "text", {"content_index": 0}),
+    "text": ("message", "msg", "output_text", "text", {"content_index": 0, "logprobs": []}),
+    "call": ("function_call", "fc", "function_call_arguments", "arguments", {}),
+    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input", {}),
+}
 
 # The fields of a response besides its names and its content; Open Responses requires all of them.
 DEFAULTS: dict[str, Any] = {
@@ -52,30 +50,25 @@ class ItemWriter(Writer):
     """Writes one response. When it has ended, before the last event, `keep` is called with it and returns whether it
     was stored."""
 
-    def __init__(
-        self,
-        call: Call,
-        reply: dict[str, Any],
-        tokenizer: Tokenizer,
-        keep: Callable[[dict[str, Any]], bool],
-        *,
-        is_stream: bool,
-    ) -> None:
-        super().__init__(call, is_stream=is_stream)
-        self.reply = reply
+    def __init__(self, call: Call, reply: dict[str, Any], tokenizer: Tokenizer, keep: Keep, *, is_stream: bool) -> None:
+        super().__init__(call, reply, is_stream=is_stream)
         self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
+        self._custom_tools = {tool.name for tool in reply["tools"] if isinstance(tool, CustomTool)}
+        self._input: InputDecoder | None = None  # of the open part, if it is a custom tool's call
 
     def begin(self) -> None:
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
     def _open(self, kind: Kind, call: CallStart | None) -> None:
-        item_type = TYPES[kind][0]
-        item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply['output']):04x}"
+        is_custom = call is not None and call.name in self._custom_tools
+        self._input = InputDecoder() if is_custom else None
+        item_type, prefix, self._text_type, self._field, self._event_fields = FORMS["custom" if is_custom else kind]
+        item_id = f"{prefix}_{self._call.id}{len(self.reply['output']):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            item |= {"call_id": call.id, "name": call.name, self._field: ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         self.reply["output"].append(item)
@@ -83,9 +76,10 @@ class ItemWriter(Writer):
         if call is None:
             self._about("response.content_part.added", content_index=0, part=self._part())
 
-    def _grow(self, text: str) -> None:
-        assert self._kind is not None
-        self._about(f"response.{TYPES[self._kind][1]}.delta", delta=text, **EVENT_FIELDS[self._kind])
+    def _grow(self, text: str, *, is_last: bool = False) -> None:
+        text = text if self._input is None else self._input.feed(text, is_last=is_last)
+        if text:
+            self._about(f"response.{self._text_type}.delta", delta=text, **self._event_fields)
 
     async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
@@ -109,21 +103,23 @@ class ItemWriter(Writer):
         self._event(f"response.{status}", response=self.reply)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
-        item, what = self.reply["output"][-1], TYPES[kind][1]
+        item, done = self.reply["output"][-1], f"response.{self._text_type}.done"
         item["status"] = status
         if kind == "call":
-            item["arguments"] = text
             item["status"] = "incomplete" if object_in(text or "{}") is None else status
-            self._about(f"response.{what}.done", arguments=text, name=item["name"])
+            if self._input is not None:
+                self._grow("", is_last=True)
+                text = "".join(self._input.parts)
+            item[self._field] = text
+            self._about(done, **{self._field: text}, name=item["name"])
         else:
             item["content"] = [self._part()]
-            self._about(f"response.{what}.done", text=text, **EVENT_FIELDS[kind])
+            self._about(done, text=text, **self._event_fields)
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply["output"]) - 1, item=item)
 
     def _part(self) -> dict[str, Any]:
-        assert self._kind is not None
-        part: dict[str, Any] = {"type": TYPES[self._kind][1], "text": "".join(self._text)}
+        part: dict[str, Any] = {"type": self._text_type, "text": "".join(self._text)}
         return part | {"annotations": [], "logprobs": []} if self._kind == "text" else part
 
     def _about(self, kind: str, **fields: Any) -> None:

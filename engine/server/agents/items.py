@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -14,6 +14,7 @@ from penstock.engine.server.agents.items_schema import (
     ITEM,
     AnyItem,
     CallItem,
+    CustomCallItem,
     MessageItem,
     ReasoningItem,
     ResultItem,
@@ -24,7 +25,6 @@ from penstock.engine.server.requests import Function, Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
 
-T = TypeVar("T")
 Item = dict[str, Any]
 INPUT: Any = str | list[Item]
 
@@ -73,6 +73,9 @@ def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], 
         elif isinstance(item, CallItem):
             if item.status != "incomplete":  # an incomplete call has truncated arguments
                 conversation.call(place, item.call_id, item.name, item.arguments)
+        elif isinstance(item, CustomCallItem):
+            if item.status != "incomplete":
+                conversation.call(place, item.call_id, item.name, {"input": item.input})
         elif isinstance(item, ResultItem):
             conversation.result(place, item.call_id, chat_text(item.output), "call_id")
         elif isinstance(item, ReasoningItem):
@@ -85,10 +88,10 @@ class _ToolType(msgspec.Struct):
     type: Any = None
 
 
-def own_tools(given: Sequence[Raw] | None, kind: type[T], vendors: re.Pattern[str], ignored: list[str]) -> dict[int, T]:
+def own_tools(given: Sequence[Raw] | None, kind: Any, vendors: re.Pattern[str], ignored: list[str]) -> dict[int, Any]:
     """Decode the tools that the client runs, by position. Tools whose type matches `vendors` run only in a vendor's
     cloud: they are skipped, and their types are added to `ignored`."""
-    tools: dict[int, T] = {}
+    tools: dict[int, Any] = {}
     if given is not None and len(given) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(given)} given; at most {MAX_TOOLS} are allowed")
     for place, raw in enumerate(given or ()):

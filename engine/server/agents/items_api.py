@@ -3,7 +3,6 @@
 A stored response (response_store.py) can be continued by the next one, and be read and deleted here.
 """
 
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -15,7 +14,8 @@ from penstock.engine.http.auth import key_digest
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
-from penstock.engine.server.agents.events import thinking_switch, write
+from penstock.engine.server.agents.custom_tools import as_function, check_regexes
+from penstock.engine.server.agents.events import respond, thinking_switch
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, checked_items, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
@@ -23,8 +23,8 @@ from penstock.engine.server.agents.items_schema import (
     NOT_SERVED,
     VENDOR_TOOLS,
     AnyItem,
+    AnyTool,
     ChosenTool,
-    FlatTool,
     ResponsesRequest,
 )
 from penstock.engine.server.agents.response_store import StoredResponse
@@ -46,20 +46,16 @@ PATHS = {  # the chat API's field → the field in this API
 SAME = schema.CHAT_FIELDS & {*ResponsesRequest.__struct_fields__}
 
 
-async def responses(service: Service, call: Call, body: bytes) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+async def responses(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of items."""
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
     chat, conversation, tools, given = _chat(service, call, request, len(body))
-    reply = _reply(service, call, request, tools)
+    await check_regexes(tools)
+    reply = _reply(service, call, request, [*tools.values()])
     plan = await ask(service, call, chat, conversation)
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
-    pieces = write(service, call, plan, writer, raises=not request.stream)
-    if request.stream:
-        return pieces
-    async for _ in pieces:
-        pass
-    return reply
+    return await respond(service, call, plan, writer)
 
 
 def owner_of(call: Call) -> bytes:
@@ -85,11 +81,11 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
 
 def _chat(
     service: Service, call: Call, request: ResponsesRequest, size_bytes: int
-) -> tuple[schema.ChatRequest, Conversation, list[FlatTool], list[AnyItem]]:
+) -> tuple[schema.ChatRequest, Conversation, dict[int, AnyTool], list[AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
     call.paths |= PATHS
     conversation = Conversation(size_bytes, call.paths)
-    tools = own_tools(request.tools, FlatTool, VENDOR_TOOLS, call.ignored)
+    tools: dict[int, AnyTool] = own_tools(request.tools, AnyTool, VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
     given = checked_items(given_items(request.input, service.info), "input")
@@ -101,17 +97,19 @@ def _chat(
         raise InvalidRequest("input", "at least one item is needed")
     conversation.size_bytes += sum(len(stored.items) for stored in past)
     add_items(conversation, placed, request.instructions)
-    return schema.ChatRequest(messages=Raw(), **fields), conversation, [*tools.values()], given
+    return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
 
 
-def _fields(request: ResponsesRequest, tools: dict[int, FlatTool], call: Call) -> dict[str, Any]:
+def _fields(request: ResponsesRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:
     """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name) for name in SAME}
     fields |= {"tool_choice": choice, "max_tokens": request.max_output_tokens}
     if isinstance(choice, ChosenTool):
+        if any(tool.name == choice.name and tool.__struct_config__.tag != choice.type for tool in tools.values()):
+            raise InvalidRequest("tool_choice.type", f"the tool {clip(choice.name)!r} has another type")
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
-    fields["tools"] = chat_tools(tools, call.paths, "parameters")
+    fields["tools"] = chat_tools({place: as_function(tool) for place, tool in tools.items()}, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
         of_json = schema.JsonSchema(form.schema) if form.type == "json_schema" else None
@@ -122,7 +120,7 @@ def _fields(request: ResponsesRequest, tools: dict[int, FlatTool], call: Call) -
     return fields
 
 
-def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[FlatTool]) -> dict[str, Any]:
+def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[AnyTool]) -> dict[str, Any]:
     """Return the response without an answer yet, with the effective options of the request."""
     asked = {name: value for name in DEFAULTS if (value := getattr(request, name, None)) is not None}
     defaults = {name: service.config.default_sampling.get(name, 1.0) for name in ("temperature", "top_p")}

@@ -57,13 +57,23 @@ class ResultItem(AnyItem, frozen=True, tag="function_call_output"):
     name: str | None = None
 
 
+class CustomCallItem(AnyItem, frozen=True, tag="custom_tool_call"):
+    call_id: Id
+    name: str
+    input: str
+
+
+class CustomResultItem(ResultItem, frozen=True, tag="custom_tool_call_output"):
+    """The result of a custom tool's call."""
+
+
 class ReasoningItem(AnyItem, frozen=True, tag="reasoning"):
     summary: list[TextPart] = []
     content: list[TextPart] | None = None
     encrypted_content: Literal[""] | None = None  # content encrypted by another server cannot be decrypted
 
 
-ITEM = MessageItem | CallItem | ResultItem | ReasoningItem
+ITEM = MessageItem | CallItem | ResultItem | CustomCallItem | CustomResultItem | ReasoningItem
 
 
 class TextFormat(JsonSchema, frozen=True, kw_only=True):
@@ -90,12 +100,30 @@ VENDOR_TOOLS = re.compile(
 )
 
 
-class FlatTool(Function, frozen=True, kw_only=True):
-    type: Literal["function"]
+class FlatTool(Function, frozen=True, kw_only=True, tag_field="type", tag="function"):
     output_schema: dict[str, Any] | None = None  # ignored, since it does not affect calls
 
 
-class ChosenTool(Strict, frozen=True, tag_field="type", tag="function"):
+class TextInput(Strict, frozen=True, tag_field="type", tag="text"):
+    """Any text is an input."""
+
+
+class GrammarFormat(Strict, frozen=True, tag_field="type", tag="grammar"):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
+
+
+class CustomTool(Strict, frozen=True, tag_field="type", tag="custom"):
+    name: str
+    description: str | None = None
+    format: TextInput | GrammarFormat | None = None
+
+
+AnyTool = FlatTool | CustomTool
+
+
+class ChosenTool(Strict, frozen=True):
+    type: Literal["function", "custom"]
     name: str
 
 

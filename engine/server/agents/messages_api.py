@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: converts Anthropic's Messages to a chat request and answers it."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from msgspec import Raw
@@ -9,7 +8,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
-from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
+from penstock.engine.server.agents.events import respond, thinking_switch
 from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
@@ -25,7 +24,10 @@ from penstock.engine.server.agents.messages_schema import (
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
+from penstock.engine.server.endpoint import Reply
+from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.service import Service
+from penstock.engine.text.prompt import INLINE_CHARS
 
 PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
@@ -38,26 +40,23 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
 
 
-async def messages(service: Service, call: Call, body: bytes) -> dict[str, Any] | AsyncGenerator[bytes, None]:
+async def messages(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of blocks."""
     request = service.accept(call, body, MessagesRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     plan = await ask(service, call, chat, conversation)
     writer = BlockWriter(call, is_stream=bool(request.stream))
-    pieces = write(service, call, plan, writer, raises=not request.stream)
-    if request.stream:
-        return pieces
-    async for _ in pieces:
-        pass
-    return writer.reply
+    return await respond(service, call, plan, writer)
 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Return how many tokens the prompt of a message would have."""
+    """Return how many tokens the prompt of a message would have, without a limit on its length."""
     request = service.accept(call, body, CountRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     with service.admit(1):
-        return {"input_tokens": await num_prompt_tokens(service, chat, conversation)}
+        text, adds = await render(chat, conversation, service), bool(chat.add_special_tokens)
+        ids = await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds))
+    return {"input_tokens": len(ids)}
 
 
 def _chat(

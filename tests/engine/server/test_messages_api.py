@@ -1,7 +1,6 @@
 """/v1/messages, as Anthropic's own package sends and reads them; what it sends is written out where it may be missing."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,12 +29,6 @@ def client_of(qwen: Running, **options: Any) -> Any:
 
 def post(qwen: Running, **fields: Any) -> httpx.Response:
     return qwen.post("/v1/messages", {"model": MODEL, "max_tokens": 500, "messages": HI, **fields})
-
-
-def content(qwen: Running, **fields: Any) -> list[dict[str, Any]]:
-    answer = post(qwen, **fields)
-    assert answer.status_code == 200, answer.text
-    return list(answer.json()["content"])
 
 
 # With the package.
@@ -109,18 +102,6 @@ def test_the_events_come_in_order(qwen: Running) -> None:
     assert found[0]["message"]["usage"]["output_tokens"] <= 1 and found[0]["message"]["content"] == []
 
 
-def test_thinking_and_calls_are_blocks_of_their_own_in_a_stream(qwen: Running) -> None:
-    qwen.engine.reply = CALLED
-    found = events(post(qwen, stream=True, tools=[TOOL]))
-    starts = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
-    assert starts == ["thinking", "text", "tool_use"]
-    assert [event["index"] for event in found if event["type"] == "content_block_stop"] == [0, 1, 2]
-    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
-    assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"city": "Ulm"}
-    assert any(delta["type"] == "signature_delta" for delta in deltas)
-    assert found[-2]["delta"]["stop_reason"] == "tool_use"
-
-
 def test_a_stop_sequence_is_named(qwen: Running) -> None:
     answer = post(qwen, stop_sequences=["lo"]).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "lo")
@@ -143,7 +124,7 @@ def test_a_call_that_is_cut_off_is_none(qwen: Running) -> None:
 
 
 def test_an_answer_goes_on_from_the_assistants_last_words(qwen: Running) -> None:
-    content(qwen, messages=[*HI, {"role": "assistant", "content": "Well"}])
+    assert post(qwen, messages=[*HI, {"role": "assistant", "content": "Well"}]).status_code == 200
     assert qwen.prompt.endswith("Well")
 
 

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 from penstock.engine.server import prompts
+from penstock.engine.server.agents.custom_tools import InputDecoder
 from penstock.engine.server.agents.response_store import ResponseStore, StoredResponse
 from penstock.engine.text.prompt import INLINE_CHARS, chat_prompt
 from penstock.engine.text.tokenizer import Tokenizer
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, running, until
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "Weather.", "parameters": SCHEMA, "strict": True}
-CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}}
+CALLED = (
+    '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "patch", "arguments": {"input": "- \\"a\\"\\n+ b"}}\n</tool_call>'
+)
 
 
 @pytest.fixture
@@ -40,6 +46,9 @@ def test_a_response_has_its_text_and_usage_and_says_what_was_asked(server: Runni
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (28, 7, 35)
     assert usage.input_tokens_details.cached_tokens == 16 * (28 // 16) or usage.input_tokens_details.cached_tokens == 0
+    with client.responses.stream(model=MODEL, input="Hi") as stream:  # the package's own gathering
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "Hello."
+        assert stream.get_final_response().output_text == "Hello."
 
 
 def test_items_become_the_messages_of_a_chat(server: Running, client: Any) -> None:
@@ -52,28 +61,6 @@ def test_items_become_the_messages_of_a_chat(server: Running, client: Any) -> No
     ]
     client.responses.create(model=MODEL, input=items)
     assert server.prompt == "system: Do.\nuser: Hi\nassistant: Yes\nuser: Why?\n>"
-
-
-def test_the_events_of_a_stream_come_in_order_and_add_up_to_the_response(client: Any) -> None:
-    events = list(client.responses.create(model=MODEL, input="Hi", stream=True))
-    kinds = [event.type.removeprefix("response.") for event in events]
-    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-    assert set(kinds[4:-4]) == {"output_text.delta"}
-    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == events[-1].response.output_text
-    with client.responses.stream(model=MODEL, input="Hi") as stream:  # the package's own gathering
-        for _ in stream:
-            pass
-        assert stream.get_final_response().output_text == "Hello."
-
-
-def test_an_answer_that_reaches_its_length_is_incomplete(client: Any) -> None:
-    response = client.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
-    assert (response.status, response.output_text) == ("incomplete", "Hel")
-    assert response.incomplete_details.reason == "max_output_tokens"
-    *_, last = client.responses.create(model=MODEL, input="Hi", max_output_tokens=3, stream=True)
-    assert last.type == "response.incomplete"
 
 
 def test_a_failure_in_a_stream_is_an_event_and_otherwise_a_status(server: Running, client: Any, openai: Any) -> None:
@@ -95,25 +82,40 @@ def test_a_failure_in_a_stream_is_an_event_and_otherwise_a_status(server: Runnin
 def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) -> None:
     qwen.engine.reply = CALLED
     with qwen.openai() as client:
-        asked = {"model": MODEL, "tools": [TOOL], "reasoning": {"effort": "high", "summary": "auto"}}
+        asked = {"model": MODEL, "tools": [TOOL, PATCH], "reasoning": {"effort": "high", "summary": "auto"}}
         response = client.responses.create(input="Ulm?", **asked)
-        thought, text, call = response.output
+        thought, text, call, patch = response.output
         assert (thought.type, thought.content[0].text) == ("reasoning", "Hm.")
         assert (text.type, response.output_text) == ("message", "Look.")
         assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Ulm"})
+        assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", '- "a"\n+ b')
         assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
         events = list(client.responses.create(input="Ulm?", stream=True, **asked))
-        kinds = [event.type.removeprefix("response.") for event in events]
-        assert {"reasoning_text.delta", "reasoning_text.done", "function_call_arguments.done"} <= set(kinds)
-        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert json.loads("".join(pieces)) == {"city": "Ulm"}
+        pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(pieces) == patch.input
         starts = [event.item.type for event in events if event.type == "response.output_item.added"]
-        assert starts == ["reasoning", "message", "function_call"]
+        assert starts == ["reasoning", "message", "function_call", "custom_tool_call"]
         qwen.engine.reply = "7 degrees."
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
-        history: Any = [{"role": "user", "content": "Ulm?"}, *response.output, result]
+        results: Any = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "7"},
+            {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done"},
+        ]
+        history = [{"role": "user", "content": "Ulm?"}, *response.output, *results]
         assert client.responses.create(input=history, **asked).output_text == "7 degrees."
-    assert '{"city": "Ulm"}' in qwen.prompt and "<tool_response>\n7\n</tool_response>" in qwen.prompt
+        prompt = qwen.prompt
+        client.responses.create(input=results, previous_response_id=response.id, **asked)
+    assert qwen.prompt == prompt
+    for text in ('{"city": "Ulm"}', r'{"input": "- \"a\"\n+ b"}', "<tool_response>\n7\n", "<tool_response>\nDone\n"):
+        assert text in prompt
+
+
+@pytest.mark.parametrize(("arguments", "text"), cases(__file__, "inputs of custom tools"))
+def test_the_input_of_a_custom_tool_is_the_same_however_its_json_is_cut(arguments: str, text: str) -> None:
+    halves = ([arguments[:at], arguments[at:]] for at in range(len(arguments)))
+    for pieces in (arguments, *halves):
+        decoder = InputDecoder()
+        deltas = [*map(decoder.feed, pieces), decoder.feed("", is_last=True)]
+        assert "".join(deltas) == "".join(decoder.parts) == text
 
 
 # What is kept.
@@ -212,6 +214,7 @@ def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Runni
         ],
         "tools": [
             TOOL,
+            {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}},
             {"type": "web_search", "external_web_access": False},
             {"type": "namespace", "name": "mcp", "description": "x", "tools": [TOOL]},
         ],
@@ -229,12 +232,7 @@ def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Runni
     assert answer.headers["x-penstock-ignored"] == "client_metadata, tools:web_search, tools:namespace"
     assert "You are a coding agent.\n\nSandbox: none." in qwen.prompt
     assert '"weather"' in qwen.prompt and "web_search" not in qwen.prompt
-
-
-def test_an_unknown_part_is_refused_with_the_name_of_each_known_one_once(server: Running) -> None:
-    item = {"role": "user", "content": [{"type": "picture"}]}
-    message = server.post("/v1/responses", {"model": MODEL, "input": [item]}).json()["error"]["message"]
-    assert message.count("'input_text'") == 1
+    assert r'Edits.\n\nThe input has to match this Lark grammar:\nstart: \"*** Begin Patch\""' in qwen.prompt
 
 
 # Work that would hold up the event loop is done aside.
@@ -280,12 +278,15 @@ def test_the_tokens_of_long_reasoning_are_counted_aside(qwen: Running, monkeypat
 
 
 @pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop": ["Ulm"]}])
-def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(qwen: Running, cut: dict[str, Any]) -> None:
-    qwen.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    asked = {"model": MODEL, "input": "Ulm?", "tools": [TOOL]}
+@pytest.mark.parametrize(("tool", "field"), [(TOOL, "city"), (PATCH, "input")])
+def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(
+    qwen: Running, cut: dict[str, Any], tool: dict[str, Any], field: str
+) -> None:
+    qwen.engine.reply = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {{"{field}": "Ulm"}}}}\n</tool_call>'
+    asked = {"model": MODEL, "input": "Ulm?", "tools": [tool]}
     first = qwen.post("/v1/responses", {**asked, "tool_choice": "required", **cut}).json()
     (call,) = first["output"]
-    assert (call["type"], call["status"]) == ("function_call", "incomplete") and "Ulm" not in call["arguments"]
+    assert call["status"] == "incomplete" and "Ulm" not in (call["input"] if tool is PATCH else call["arguments"])
     qwen.engine.reply = "It rains."
     answer = qwen.post("/v1/responses", {**asked, "input": "Go on.", "previous_response_id": first["id"]})
     assert answer.status_code == 200, answer.text

@@ -74,6 +74,15 @@ def streamed_chat(found: list[dict[str, Any]]) -> Seen:
     return Seen(reasoning, text, calls, "".join(reasons), chat_usage(found[-1]["usage"]))
 
 
+# Type of an item → type of its text's events, and the field of the text.
+TEXTS = {
+    "reasoning": ("reasoning_text", "text"),
+    "message": ("output_text", "text"),
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+
+
 def whole_response(reply: dict[str, Any]) -> Seen:
     items = reply["output"]
     reasoning, text = (
@@ -81,6 +90,9 @@ def whole_response(reply: dict[str, Any]) -> Seen:
         for kind in ("reasoning", "message")
     )
     calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+    calls += [(item["name"], item["input"]) for item in items if item["type"] == "custom_tool_call"]
+    is_cut = {"reason": "max_output_tokens"} if reply["status"] == "incomplete" else None
+    assert reply["incomplete_details"] == is_cut
     usage = reply["usage"]
     read, cached = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
     finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[reply["status"]]
@@ -89,19 +101,24 @@ def whole_response(reply: dict[str, Any]) -> Seen:
 
 def streamed_response(found: list[dict[str, Any]]) -> Seen:
     """Read the deltas; the response in the last event must say the same."""
-    seen = whole_response(found[-1]["response"])
-    for name, kind in (("reasoning", "reasoning_text"), ("text", "output_text")):
-        deltas = [event["delta"] for event in found if event["type"] == f"response.{kind}.delta"]
-        assert "".join(deltas) == getattr(seen, name)
-    arguments = [event["delta"] for event in found if event["type"] == "response.function_call_arguments.delta"]
-    names = [event["name"] for event in found if event["type"] == "response.function_call_arguments.done"]
-    decoder, text, given = json.JSONDecoder(), "".join(arguments), []
-    while text:
-        value, end = decoder.raw_decode(text)
-        given.append(value)
-        text = text[end:]
-    assert list(zip(names, given, strict=True)) == seen.calls
-    return seen
+    reply = found[-1]["response"]
+    ends = ["response.created", "response.in_progress", f"response.{reply['status']}"]
+    assert [event["type"] for event in (*found[:2], found[-1])] == ends
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
+    for index, item in enumerate(reply["output"]):
+        about = [event for event in found if event.get("output_index") == index]
+        kind, field = TEXTS[item["type"]]
+        text = item[field] if field in item else "".join(part["text"] for part in item["content"])
+        part = ["content_part"] if "content" in item else []
+        wanted = [f"{each}.added" for each in ("output_item", *part)]
+        wanted += [f"{kind}.delta"] * (len(about) - 2 * len(wanted) - 1)
+        wanted += [f"{each}.done" for each in (kind, *part, "output_item")]
+        assert [event["type"].removeprefix("response.") for event in about] == wanted
+        deltas, done = about[1 + len(part) : -2 - len(part)], about[-2 - len(part)]
+        assert "".join(event["delta"] for event in deltas) == done[field] == text
+        assert about[0]["item"] == {**item, "status": "in_progress", "content" if part else field: [] if part else ""}
+        assert about[-1]["item"] == item
+    return whole_response(reply)
 
 
 def whole_message(reply: dict[str, Any]) -> Seen:
@@ -132,6 +149,8 @@ def streamed_message(found: list[dict[str, Any]]) -> Seen:
                 if delta["type"] == kind:
                     blocks[event["index"]][field] += delta[field]
             blocks[event["index"]]["json"] += delta.get("partial_json", "")
+    stops = [event["index"] for event in found if event["type"] == "content_block_stop"]
+    assert stops == [*range(len(blocks))]
     content = [{**block, "input": json.loads(block["json"] or "{}")} for block in blocks]
     (last,) = [event for event in found if event["type"] == "message_delta"]
     return whole_message({"content": content, "usage": last["usage"], **last["delta"]})
@@ -182,6 +201,10 @@ APIS = {
 }
 
 
+CUSTOM = {"responses": APIS["responses"]._replace(tool={"type": "custom", "name": "patch"})}
+PATCH = 'Zürich \\n <"\n\t>\U0001f600'  # the input of a custom tool
+
+
 # One of each kind of calls: JSON in marks, several objects, a list, parameters in tags, pairs, Gemma's and Python's.
 @pytest.mark.parametrize(
     "name",
@@ -192,17 +215,21 @@ APIS = {
 )
 def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
     calls = CALLS if FORMS[name].has_many else CALLS[:1]
-    called = f"<think>\nHm, <tool>?\n</think>\n\nWell, <\n\n{WRITERS[name](calls)}"
+    lead, write = "<think>\nHm, <tool>?\n</think>\n\nWell, <\n\n", WRITERS[name]
     tokenizer = byte_tokenizer(*FORMS[name].tokens)
     template = ChatTemplate(QWEN3, {"bos_token": ""})
     engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=4000))
     with running(engine, tokenizer, template, tool_call_parser=name) as server:
-        for text, wanted, sizes in (("<think>Hm.</think>\nHello.", [], SIZES[:1]), (called, calls, SIZES)):
+        for text, wanted, sizes, apis in (
+            ("<think>Hm.</think>\nHello.", [], SIZES[:1], APIS),
+            (lead + write(calls), calls, SIZES, APIS),
+            (lead + write([("patch", {"input": PATCH})]), [("patch", PATCH)], SIZES, CUSTOM),
+        ):
             server.engine.reply = text
             seen: list[tuple[Any, Seen]] = []
             for size in sizes:
                 server.engine.step_tokens = size
-                for api in APIS.values():
+                for api in apis.values():
                     whole = api.ask(server, tools=[api.tool])
                     assert whole.status_code == 200, whole.text
                     seen.append(((api.path, size, "whole"), api.whole(whole.json())))

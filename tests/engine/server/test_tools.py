@@ -190,19 +190,6 @@ def test_many_optional_tools_are_served_whatever_their_grammar(
         assert roomy.chat(**asked).status_code == 400
 
 
-def test_a_wanted_form_goes_with_optional_calls_and_a_forced_call_follows_its_tool(qwen: Running) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    assert qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form).status_code == 200
-    assert "answer" in (grammar_of(qwen) or "")
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        qwen.engine.reply = SAID
-        forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-        assert qwen.chat(**forced).status_code == 200
-        without_form = grammar_of(qwen)
-        assert qwen.chat(**forced, response_format=form).status_code == 200
-        assert grammar_of(qwen) == without_form
-
-
 def test_gpt_oss_is_held_to_a_call_and_shown_its_history_by_its_template(servers: dict[str, Running]) -> None:
     server = servers["harmony"]
     server.engine.reply = (
@@ -254,16 +241,6 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
             server.engine.reply = said
             message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
-
-
-def test_a_wanted_form_begins_behind_the_reasoning(qwen: Running) -> None:
-    qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]})
-    assert "thoughts" in (grammar_of(qwen) or "")
-    # Where the request turns reasoning off, there is nothing in front of the answer.
-    thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
-    qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]}, **thinks_not)
-    wanted = qwen.params.structured_outputs
-    assert wanted is not None and wanted.choice == ["yes", "no"]
 
 
 # Models that were not made for tools.

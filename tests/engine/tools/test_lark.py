@@ -12,8 +12,11 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.server.agents.custom_tools import as_function
+from penstock.engine.server.agents.items_schema import CustomTool, GrammarFormat
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, ids_of, lark_matcher, read
 from tests.support.tool_samples import verdict as follow
@@ -142,6 +145,14 @@ def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if
     loose = lark(False, Calls(form, [ToolSpec("f", odd, is_strict=False)], True, False))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
     assert verdict(False, loose, call) == "accepted"
+
+
+def test_a_regex_holds_the_whole_input_of_a_custom_tool() -> None:
+    shown = as_function(CustomTool("patch", format=GrammarFormat("regex", 'a|[b"\n]+c')))
+    held = lark(False, Calls(FORMATS["hermes"], [ToolSpec("patch", shown.parameters or {})], True, False))
+    for text, is_right in {"a": True, 'b"\n"c': True, "": False, "ac": False, "ba": False, "a\n": False}.items():
+        call = WRITERS["hermes"]([("patch", {"input": text})])
+        assert (verdict(False, held, call) == "accepted") == is_right, text
 
 
 def test_nothing_in_a_schema_reads_as_grammar() -> None:

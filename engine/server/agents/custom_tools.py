@@ -1,0 +1,66 @@
+"""Custom tools of the Responses API: their input is a text instead of JSON.
+
+The model is shown a function with one string, `input`. A regex becomes its `pattern`, which the grammar of calls can
+enforce. A Lark grammar is only described to the model: llguidance cannot apply one inside a JSON string.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+
+from penstock.engine.grammar.source import check_pattern
+from penstock.engine.server.agents.items_schema import AnyTool, CustomTool, GrammarFormat
+from penstock.engine.server.requests import Function
+from penstock.engine.text.tools.reader import object_in
+
+_BEGIN = re.compile(r'\s{0,64}+\{\s{0,64}+"input"\s{0,64}+:\s{0,64}+"')
+# The complete characters of a JSON string. A character beyond the BMP has two escapes, which are decoded together.
+_CHARS = re.compile(
+    r'(?:[^"\\]++|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
+)
+
+
+def as_function(tool: AnyTool) -> Function:
+    """Return the function that the model is shown for a tool."""
+    if not isinstance(tool, CustomTool):
+        return tool
+    text, description = {"type": "string"}, tool.description or ""
+    if isinstance(form := tool.format, GrammarFormat):
+        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+        description += f"\n\nThe input has to match this {kind}:\n{form.definition}"
+        text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return Function(tool.name, description.strip(), schema)
+
+
+async def check_regexes(tools: Mapping[int, AnyTool]) -> None:
+    """Raise InvalidRequest for an invalid regex. llguidance parses it without the GIL, at up to 30 µs per character."""
+    for place, tool in tools.items():
+        form = tool.format if isinstance(tool, CustomTool) else None
+        if isinstance(form, GrammarFormat) and form.syntax == "regex":
+            await asyncio.to_thread(check_pattern, form.definition, f"tools[{place}].format.definition")
+
+
+class InputDecoder:
+    """Decodes `input` from the JSON of a call's arguments, which arrive in pieces cut anywhere."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []  # the text so far
+        self._rest = ""  # arguments that were not decoded yet
+        self._has_begun = False  # the string has begun
+
+    def feed(self, arguments: str, *, is_last: bool = False) -> str:
+        """Return the text that more of the arguments completes. If complete arguments do not begin with a string `input`,
+        their JSON is the text."""
+        self._rest += arguments
+        if not self._has_begun and (begin := _BEGIN.match(self._rest)) is not None:
+            self._has_begun, self._rest = True, self._rest[begin.end() :]
+        text = ""
+        if self._has_begun and (chars := _CHARS.match(self._rest)) is not None:
+            text, self._rest = json.loads(f'"{chars[0]}"', strict=False), self._rest[chars.end() :]
+        elif is_last and object_in(self._rest) is not None:
+            text = self._rest
+        self.parts.append(text)
+        return text
