@@ -246,14 +246,11 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
     # Where a group is several steps, its scales are loaded a step ahead, so that no product waits for them. In tiles of few
     # rows zeros change their layout in every step then, which takes longer.
     IS_LARGE: tl.constexpr = is_row.shape[0] > MAX_SCALED_ROWS
-    AHEAD: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0 and (IS_LARGE or not SPEC.has_zeros)
+    IS_GROUP_LONG: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0 and SPEC.activation is None
+    AHEAD: tl.constexpr = IS_GROUP_LONG and (IS_LARGE or not SPEC.has_zeros)
     scales = column, column
-    up_scales = scales
     if AHEAD:
         scales = _load_scales(weight, begin * SPEC.step, column, 0, 1, SPEC)
-        up_scales = scales
-        if SPEC.activation is not None:
-            up_scales = _load_scales(weight, begin * SPEC.step, column, SPEC.width, 1, SPEC)
     acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
     up = acc
     for step in range(begin, end):
@@ -270,11 +267,9 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         if SPEC.activation is not None:
             up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
             up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
-        own, up_own = scales, up_scales
+        own = scales
         if AHEAD:
             scales = _load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
-            if SPEC.activation is not None:
-                up_scales = _load_scales(weight, start + SPEC.step, column, SPEC.width, 1, SPEC)
         for half in tl.static_range(PER_BYTE):
             if SPEC.is_reordered:
                 place = tl.load(weight[3] + start + half * SPEC.half + first)
@@ -284,7 +279,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
             acc = _add_product(acc, rows, x_scale, codes, half, weight, own, start, column, 0, AHEAD, SPEC)
             if SPEC.activation is not None:
                 up = _add_product(
-                    up, rows, x_scale, up_codes, half, weight, up_own, start, column, SPEC.width, AHEAD, SPEC
+                    up, rows, x_scale, up_codes, half, weight, own, start, column, SPEC.width, False, SPEC
                 )
         if CARRIES:
             x_ptrs += SPEC.step
