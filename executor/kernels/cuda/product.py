@@ -17,6 +17,13 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
+from penstock.executor.kernels.cuda.dequantize import (
+    MAX_SCALED_ROWS,
+    add_groups,
+    dequantize_mxfp4,
+    half_groups,
+    load_scales,
+)
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
@@ -28,10 +35,6 @@ from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, MXFP4_BLOCK, 
 Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they are FP8
 GROUP, MX_BLOCK = tl.constexpr(BLOCK), tl.constexpr(MXFP4_BLOCK)
 TOGETHER = tl.constexpr(8)  # row tiles that read a weight side by side, so that it is read from memory once for all
-# Numbers whose last mantissa bit counts ones. OR-ing a code into one replaces a conversion, which is slow.
-ONES_BITS = tl.constexpr(0x4B000000)  # 2 ** 23 in float32
-IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums
-MAX_SCALED_ROWS = tl.constexpr(32)  # of tiles whose sums are scaled rather than the weights
 
 
 class ProductSpec(NamedTuple):
@@ -250,7 +253,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
     AHEAD: tl.constexpr = IS_GROUP_LONG and (IS_LARGE or not SPEC.has_zeros)
     scales = column, column
     if AHEAD:
-        scales = _load_scales(weight, begin * SPEC.step, column, 0, 1, SPEC)
+        scales = load_scales(weight, begin * SPEC.step, column, 0, 1, SPEC)
     acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
     up = acc
     for step in range(begin, end):
@@ -269,7 +272,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
             up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
         own = scales
         if AHEAD:
-            scales = _load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
+            scales = load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
         for half in tl.static_range(PER_BYTE):
             if SPEC.is_reordered:
                 place = tl.load(weight[3] + start + half * SPEC.half + first)
@@ -340,143 +343,9 @@ def _add_product(
         # Converts through float32: before 9.0 there is no shorter way.
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
     if SPEC.kind == "groups":
-        GROUPS: tl.constexpr = codes.shape[0] // SPEC.group if codes.shape[0] > SPEC.group else 1
         if not AHEAD:
-            scales = _load_scales(weight, start + half * SPEC.half, column, SHIFT, GROUPS, SPEC)
-        return _add_groups(acc, x, codes, half, scales, GROUPS, weight[2].dtype.element_ty != tl.uint8, SPEC)
+            scales = load_scales(weight, start + half * SPEC.half, column, SHIFT, half_groups(SPEC), SPEC)
+        return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
     if SPEC.kind == "mxfp4":
-        codes = _dequantize_mxfp4(codes, exponents, half, x.dtype)
+        codes = dequantize_mxfp4(codes, exponents, half, x.dtype)
     return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")
-
-
-@triton.jit
-def _add_groups(
-    acc,
-    x,
-    codes,
-    half: tl.constexpr,
-    scales_and_zeros,
-    GROUPS: tl.constexpr,
-    ARE_MINIMA: tl.constexpr,
-    SPEC: tl.constexpr,
-):
-    """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
-    IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
-    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and ARE_MINIMA
-    scales, zeros = scales_and_zeros
-    if IS_FLOAT:
-        values = codes.to(tl.float32)
-    elif SPEC.per_byte == 2 and IS_COMPILED and x.dtype != tl.float32:
-        values = _spread(codes, half, x.dtype)
-    else:
-        values = (((codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)).to(tl.uint32) | ONES_BITS).to(
-            tl.float32, bitcast=True
-        )
-    if GROUPS > 1:
-        values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
-    if not IS_FLOAT:  # exact: the numbers are small integers
-        below = tl.full(scales.shape, ones_of(values.dtype), tl.float32)
-        if HAS_MINIMA:
-            below += 0
-        elif SPEC.has_zeros:
-            below += zeros
-        else:
-            below += 8 if SPEC.per_byte == 2 else 128
-        values -= below.to(values.dtype)
-    if GROUPS == 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
-        acc += tl.dot(x, values.to(x.dtype), input_precision="ieee") * scales
-    else:
-        values = values.to(tl.float32) * scales
-        if HAS_MINIMA:
-            values -= zeros
-        values = tl.reshape(values, [codes.shape[0], codes.shape[1]])
-        acc = tl.dot(x, values.to(x.dtype), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPEC: tl.constexpr):
-    """Load scales and zeros of the quantization group at input `start`, [1, columns], or of GROUPS: [groups, 1, columns].
-    Without zeros, the second result is not used."""
-    at = start // SPEC.group * SPEC.rows + SHIFT + column
-    inside = (column < SPEC.width) & (start < SPEC.depth)
-    if GROUPS > 1:
-        at = at[None, None, :] + tl.arange(0, GROUPS)[:, None, None] * SPEC.rows
-        inside = inside[None, None, :]
-    else:
-        at = at[None, :]
-        inside = inside[None, :]
-    scales = tl.load(weight[1] + at, mask=inside, other=0.0).to(tl.float32)
-    zeros = scales
-    if SPEC.has_zeros:
-        zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
-    return scales, zeros
-
-
-@triton.constexpr_function
-def ones_of(dtype):
-    """Return the number of a dtype whose last mantissa bit counts ones, and whose other mantissa bits are 0."""
-    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)]
-
-
-@triton.constexpr_function
-def spread_assembly(half, dtype):
-    """Return the assembly that makes of four bytes ones_of(dtype) + 0 … 15, by one half of each byte."""
-    high = {"bf16": 0x43434343, "fp16": 0x64646464}[str(dtype)]  # the upper byte of each number
-    return f"""{{
-        .reg .b32 codes, ones;
-        shr.u32 codes, $2, {4 * half};
-        and.b32 codes, codes, 0x0f0f0f0f;
-        mov.b32 ones, {high};
-        prmt.b32 $0, codes, ones, 0x4140;
-        prmt.b32 $1, codes, ones, 0x4342;
-    }}"""
-
-
-@triton.jit
-def _spread(codes, half: tl.constexpr, dtype: tl.constexpr):
-    """Return ones_of(dtype) + the four bits in one half of each byte."""
-    assembly: tl.constexpr = spread_assembly(half, dtype)
-    return tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4)
-
-
-@triton.constexpr_function
-def float_assembly(half, dtype):
-    """Return the assembly that puts the bits of four-bit floats, in one half of four bytes, where `dtype` has its sign,
-    the end of its exponent and the begin of its mantissa."""
-    size, sign = {"bf16": 6, "fp16": 9}[str(dtype)] - 4 * half, 12 - 4 * half
-    lines = ""
-    for number, selector in enumerate(("0x4140", "0x4342")):
-        lines += f"""
-        prmt.b32 both, $2, 0, {selector};
-        and.b32 size, both, {0x00070007 << 4 * half};
-        and.b32 sign, both, {0x00080008 << 4 * half};
-        shl.b32 size, size, {size};
-        shl.b32 sign, sign, {sign};
-        or.b32 ${number}, size, sign;"""
-    return "{.reg .b32 both, size, sign;" + lines + "}"
-
-
-@triton.jit
-def _dequantize_mxfp4(codes, exponents, half: tl.constexpr, dtype: tl.constexpr):
-    """Dequantize the four-bit floats in one half of codes [bytes, columns] by exponents [blocks, columns]."""
-    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an exponent of 0 gives 0, not 2 ** -127
-    if IS_COMPILED and dtype != tl.float32:
-        LEAST: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-        number = tl.inline_asm_elementwise(
-            float_assembly(half, dtype), "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4
-        )
-        number *= tl.full([1, 1], LEAST, dtype)
-    else:
-        codes = codes.to(tl.int32) >> 4 * half & 15
-        size = codes & 7
-        number = ((size + 252) << 22).to(tl.float32, bitcast=True)  # from 2 on, the bits are those of a short float
-        number = tl.where(size < 2, size.to(tl.float32) * 0.5, number)
-        number = tl.where(codes >= 8, -number, number)
-    if IS_COMPILED and dtype == tl.bfloat16:
-        scales = scales.to(dtype)  # exact, like the products
-    else:
-        number = number.to(tl.float32)
-    BLOCKS: tl.constexpr = exponents.shape[0]
-    number = tl.reshape(number, [BLOCKS, codes.shape[0] // BLOCKS, codes.shape[1]]) * scales[:, None, :]
-    return tl.reshape(number, [codes.shape[0], codes.shape[1]])

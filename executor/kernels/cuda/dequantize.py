@@ -1,0 +1,131 @@
+"""Weights of four or eight bits as numbers, in registers, and their products.
+
+With few rows, the time of a product is that of turning codes into numbers, so a code takes about two instructions.
+Two bytes with four bits become two numbers at once: the bits are moved into numbers whose last mantissa bit counts ones,
+and what is too much is subtracted, which is exact. If all codes of a column share a scale, small tiles scale their sum
+instead of the numbers.
+"""
+
+import triton
+import triton.language as tl
+
+IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums
+MAX_SCALED_ROWS = tl.constexpr(32)  # of tiles whose sums are scaled
+
+
+@triton.jit
+def load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPEC: tl.constexpr):
+    """Load scales and zeros of GROUPS quantization groups from input `start` on, [1, columns] or [groups, 1, columns].
+    Without zeros, the second result is not used."""
+    at = (start // SPEC.group * SPEC.rows + SHIFT + column)[None, :]
+    inside = ((column < SPEC.width) & (start < SPEC.depth))[None, :]
+    if GROUPS > 1:
+        at = at[None, :, :] + tl.arange(0, GROUPS)[:, None, None] * SPEC.rows
+        inside = inside[None, :, :]
+    scales = tl.load(weight[1] + at, mask=inside, other=0.0).to(tl.float32)
+    zeros = scales
+    if SPEC.has_zeros:
+        zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
+    return scales, zeros
+
+
+@triton.constexpr_function
+def half_groups(SPEC):
+    """Return the number of quantization groups in one half of a step."""
+    return max(1, SPEC.half // SPEC.group)
+
+
+@triton.jit
+def add_groups(acc, x, codes, half: tl.constexpr, scales_and_zeros, ARE_MINIMA: tl.constexpr, SPEC: tl.constexpr):
+    """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
+    IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
+    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and ARE_MINIMA
+    GROUPS: tl.constexpr = half_groups(SPEC)
+    scales, zeros = scales_and_zeros
+    if IS_FLOAT:
+        values = codes.to(tl.float32)
+    elif SPEC.per_byte == 2 and IS_COMPILED and x.dtype != tl.float32:
+        values = _spread(codes, half, x.dtype)
+    else:
+        bits = (codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)
+        values = (bits.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+    if GROUPS > 1:
+        values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
+    if not IS_FLOAT:
+        middle: tl.constexpr = 0 if SPEC.has_zeros else 8 if SPEC.per_byte == 2 else 128
+        below = tl.full(scales.shape, ones_of(values.dtype) + middle, tl.float32)
+        if SPEC.has_zeros and not ARE_MINIMA:
+            below += zeros
+        values -= below.to(values.dtype)
+    if GROUPS == 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
+        acc += tl.dot(x, values.to(x.dtype), input_precision="ieee") * scales
+    else:
+        values = values.to(tl.float32) * scales
+        if HAS_MINIMA:
+            values -= zeros
+        values = tl.reshape(values, [codes.shape[0], codes.shape[1]])
+        acc = tl.dot(x, values.to(x.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.constexpr_function
+def ones_of(dtype):
+    """Return the number whose last mantissa bit counts ones, with no other mantissa bit set."""
+    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)]
+
+
+@triton.jit
+def _spread(codes, half: tl.constexpr, dtype: tl.constexpr):
+    """Return ones_of(dtype) + the four bits in one half of each byte."""
+    assembly: tl.constexpr = spread_assembly(half, dtype)
+    return tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4)
+
+
+@triton.constexpr_function
+def spread_assembly(half, dtype):
+    """Put each code below the upper byte of ones_of(dtype)."""
+    return f"""{{
+        .reg .b32 codes, ones;
+        shr.u32 codes, $2, {4 * half};
+        and.b32 codes, codes, 0x0f0f0f0f;
+        mov.b32 ones, {0x43434343 if str(dtype) == "bf16" else 0x64646464};
+        prmt.b32 $0, codes, ones, 0x4140;
+        prmt.b32 $1, codes, ones, 0x4342;
+    }}"""
+
+
+@triton.jit
+def dequantize_mxfp4(codes, exponents, half: tl.constexpr, dtype: tl.constexpr):
+    """Dequantize the four-bit floats in one half of codes [bytes, columns] by exponents [blocks, columns]."""
+    scales = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an exponent of 0 gives 0, not 2 ** -127
+    IS_SHORT: tl.constexpr = IS_COMPILED and dtype == tl.bfloat16
+    if IS_SHORT:  # every product is exact
+        assembly: tl.constexpr = float_assembly(half)
+        number = tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        number *= tl.full([1, 1], 2.0**126, tl.bfloat16)
+        scales = scales.to(tl.bfloat16)
+    else:
+        codes = codes.to(tl.int32) >> 4 * half & 15
+        size = codes & 7
+        number = ((size + 252) << 22).to(tl.float32, bitcast=True)  # from 2 on, the bits are those of a short float
+        number = tl.where(size < 2, size.to(tl.float32) * 0.5, number)
+        number = tl.where(codes >= 8, -number, number)
+    BLOCKS: tl.constexpr = exponents.shape[0]
+    number = tl.reshape(number, [BLOCKS, codes.shape[0] // BLOCKS, codes.shape[1]]) * scales[:, None, :]
+    return tl.reshape(number, [codes.shape[0], codes.shape[1]])
+
+
+@triton.constexpr_function
+def float_assembly(half):
+    """Put the sign of each code where bfloat16 has it, and its exponent and mantissa at the end of the exponent and the
+    begin of the mantissa: the number times 2 ** -126, even where it is smaller than 1."""
+    lines = ""
+    for number, selector in enumerate(("0x4140", "0x4342")):
+        lines += f"""
+        prmt.b32 both, $2, 0, {selector};
+        and.b32 size, both, {0x00070007 << 4 * half};
+        and.b32 sign, both, {0x00080008 << 4 * half};
+        shl.b32 size, size, {6 - 4 * half};
+        shl.b32 sign, sign, {12 - 4 * half};
+        or.b32 ${number}, size, sign;"""
+    return "{.reg .b32 both, size, sign;" + lines + "}"
