@@ -30,9 +30,9 @@ def load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.constexpr_function
-def half_groups(SPEC):
+def half_groups(half, group):
     """Return the number of quantization groups in one half of a step."""
-    return max(1, SPEC.half // SPEC.group)
+    return max(1, half // group)
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def add_groups(acc, x, codes, half: tl.constexpr, scales_and_zeros, ARE_MINIMA: 
     """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
     IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
     HAS_MINIMA: tl.constexpr = SPEC.has_zeros and ARE_MINIMA
-    GROUPS: tl.constexpr = half_groups(SPEC)
+    GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
     scales, zeros = scales_and_zeros
     if IS_FLOAT:
         values = codes.to(tl.float32)
