@@ -82,10 +82,10 @@ class CpuLayers:
         self._deltas.append(described)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages, num: int) -> Tensor:
-        """Compute `num` layers over the residual stream [T, hidden] in place; return the update still to be added."""
+        """Compute the first `num` > 0 layers over the residual stream [T, hidden] in place; return the update to add."""
         if pages is not self._pages:
             self._bind(pages, batch.group_of)
-        assert residual.is_contiguous()
+        assert num > 0 and residual.is_contiguous()
         self._shared.num = num
         states = _csrc.ffi.NULL if self._states is None else describe_states(self._states, batch)
         tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)

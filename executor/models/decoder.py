@@ -68,7 +68,7 @@ class Decoder:
         first, last = 0, len(self._layers) - 1
         if self._joined is not None:
             first = len(self._layers) if batch.wanted is None else last
-            update = self._joined(residual, batch, pages, first)
+            update = self._joined(residual, batch, pages, first) if first else None
         batches = batch.by_layer(self.num_layers)
         for index in range(first, len(self._layers)):
             wanted, layer = batch.wanted if index == last else None, self._layers[index]

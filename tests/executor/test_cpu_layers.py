@@ -14,7 +14,7 @@ from tests.support.checkpoints import executor_of, prompts
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
-CASES = ["llama", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases", "qwen3.5"]
+CASES = ["llama", "llama-one-layer", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases", "qwen3.5"]
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         return seen[-1]
 
     monkeypatch.setattr(Decoder, "forward", spy)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN until they are written
     yield seen
+    torch.use_deterministic_algorithms(False)
 
 
 def executor_with(case: str, dtype: DType, is_joined: bool, **options: Any) -> UniprocExecutor:

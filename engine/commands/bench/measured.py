@@ -47,7 +47,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None  # an object with a message, or just a text
 
 
 _DECODER = msgspec.json.Decoder(_Event)
@@ -107,7 +107,8 @@ class Outcome:
 
     def _note(self, event: _Event, after_s: float) -> None:
         if event.error is not None:
-            self.error = self.error or bytes(event.error)[:ERROR_BYTES].decode(errors="replace")
+            message = event.error.get("message") if isinstance(event.error, dict) else None
+            self.error = self.error or str(message or event.error)[:ERROR_BYTES]
         if event.usage is not None:
             self._usage = event.usage
         for choice in event.choices or ():

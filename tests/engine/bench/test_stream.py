@@ -73,19 +73,16 @@ def test_a_token_whose_characters_are_incomplete_is_a_token() -> None:
     assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (1.0, [1.0], 3.0)
 
 
-def test_cached_tokens_are_counted_where_the_server_reports_them() -> None:
-    usage: dict[str, Any] = {
-        "choices": [],
-        "usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None},
-    }
-    assert reply_to(text("a", "stop"), usage, "[DONE]").num_cached == 0
-    usage["usage"]["prompt_tokens_details"] = {"cached_tokens": 8}
-    assert reply_to(text("a", "stop"), usage, "[DONE]").num_cached == 8
+@pytest.mark.parametrize(("details", "num_cached"), [(None, 0), ({"cached_tokens": 8}, 8)])
+def test_cached_tokens_are_counted_where_the_server_reports_them(details: Any, num_cached: int) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": details}
+    assert reply_to(text("a", "stop"), {"choices": [], "usage": usage}, "[DONE]").num_cached == num_cached
 
 
-def test_an_error_in_the_middle_of_a_stream_is_a_failure() -> None:
-    outcome = reply_to(text("a"), {"error": {"message": "out of memory"}}, "[DONE]")
-    assert "out of memory" in outcome.error
+@pytest.mark.parametrize("error", [{"message": "out of memory", "code": 500}, "out of memory"])
+def test_an_error_in_the_middle_of_a_stream_is_a_failure_with_the_servers_message(error: Any) -> None:
+    assert reply_to(text("a"), {"error": error}, "[DONE]").error == "out of memory"
+    assert reply_to(text("a", "stop"), {"error": None}, "[DONE]").error == ""
 
 
 @pytest.mark.parametrize("events", [[], [text("a")], [text("a", "stop"), USAGE], ["[DONE]"]])
