@@ -344,7 +344,9 @@ def _add_product(
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
     if SPEC.kind == "groups":
         if not AHEAD:
-            scales = load_scales(weight, start + half * SPEC.half, column, SHIFT, half_groups(SPEC.half, SPEC.group), SPEC)
+            scales = load_scales(
+                weight, start + half * SPEC.half, column, SHIFT, half_groups(SPEC.half, SPEC.group), SPEC
+            )
         return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
     if SPEC.kind == "mxfp4":
         codes = dequantize_mxfp4(codes, exponents, half, x.dtype)
