@@ -110,12 +110,9 @@ def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -
 def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
     """Return a linear layer with weight [out, in] and bias [out]; on a CPU the weight may be copied."""
     if is_repacked(weight):
-        return _on_cpu(CpuProduct([numbers(weight)], weight.dtype, bias), ops)
+        product = CpuProduct([numbers(weight)], weight.dtype, bias)
+        return Linear(product.weights, product.bias, ops, product)
     return Linear([numbers(weight)], bias, ops)
-
-
-def _on_cpu(product: CpuProduct, ops: Ops) -> Linear:
-    return Linear(product.weights, product.bias, ops, product)
 
 
 class LinearMaker:
@@ -149,7 +146,7 @@ class LinearMaker:
         if all(is_repacked(each.codes) if each.is_numbers else self._kept == "all" for each in weights):
             product = CpuProduct(weights, self._dtype, bias)
             self._count_codes(made for each, made in zip(weights, product.weights, strict=True) if not each.is_numbers)
-            return _on_cpu(product, self._ops)
+            return Linear(product.weights, product.bias, self._ops, product)
         self._count_codes(each for each in weights if not each.is_numbers)
         return Linear(weights, bias, self._ops)
 

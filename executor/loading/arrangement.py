@@ -26,14 +26,15 @@ _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "mod
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _BLOCKS = "_blocks"
 _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
+# (part of a stored name, weights whose rows the tensor concatenates), each weight as (part of our name, relative number
+# of rows). A # in our names stands for the expert's number; the tensor then has a leading expert dimension.
+Joined = tuple[str, tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     renames: tuple[tuple[str, str], ...] = ()  # (part of a stored name, replacement), applied in order
-    # (part of a stored name, weights whose rows the tensor concatenates), each weight as (part of our name, relative
-    # number of rows). A # in our names stands for the expert's number; the tensor then has a leading expert dimension.
-    joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    joined: tuple[Joined, ...] = ()
     alternating: tuple[str, ...] = ()  # parts of names of joined tensors whose weights' rows alternate
     transposed: tuple[str, ...] = ()  # name suffixes of joined tensors whose experts' matrices are transposed
     # (head size, rotated dimensions) if rotated pairs of queries and keys are stored as neighbours, (2i, 2i + 1).
@@ -43,6 +44,12 @@ class Arrangement:
 
 
 AS_LLAMA = Arrangement()
+
+
+def stacked_experts(gate_up: str, down: str, prefix: str = "") -> tuple[Joined, Joined]:
+    """Return the `joined` tensors of experts: gate and up projections in one tensor, down projections in another."""
+    rows = (f"{prefix}experts.#.gate_proj.weight", 1), (f"{prefix}experts.#.up_proj.weight", 1)
+    return (prefix + gate_up, rows), (prefix + down, ((f"{prefix}experts.#.down_proj.weight", 1),))
 
 
 class _Place(NamedTuple):

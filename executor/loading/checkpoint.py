@@ -1,9 +1,11 @@
 """Opens the file or folder that weights are read from, as a `Checkpoint`.
 
-No code that comes with the weights is ever executed: no pickle, no Python files of the model. A folder contains
-safetensors files and config.json; a .gguf file contains both weights and configuration.
+No code that comes with the weights is ever executed: no pickle, no Python files of the model. An architecture that is
+not built in is refused by name. A folder contains safetensors files and config.json; a .gguf file contains both weights
+and configuration.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,7 @@ class Checkpoint(Protocol):
     config: dict[str, Any]  # the content of config.json
     has_codes: bool  # True if `read` returns quantized codes for some weights
 
-    def names(self) -> list[str]: ...
+    def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -55,8 +57,8 @@ def open_tensors(path: Path, model: Path, config: ExecutorConfig) -> Checkpoint:
 
 
 def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
-    config = {**read_config(path), **overrides}
-    if config.get("quantization_config") is None and (old := old_config(path, read_json)) is not None:
+    config = {**read_json(path / "config.json"), **overrides}  # its `auto_map` is ignored
+    if config.get("quantization_config") is None and (old := old_config(path)) is not None:
         config["quantization_config"] = old
     where = str(path / "config.json")
     schemes = read_schemes(config, where)
@@ -72,9 +74,3 @@ def _open(path: Path, file: GgufFile | None) -> Checkpoint:
     if path.suffix == ".gguf":
         return GgufCheckpoint(path, file)
     raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. An `auto_map` is ignored, because code that comes with weights is never run; an architecture
-    that is not built in is refused by name."""
-    return read_json(folder / "config.json")

@@ -93,6 +93,13 @@ class Fields:
             raise self.error(name, value, "an object")
         return Fields(value, f"{self.where}: {name}")
 
+    def required_section(self, name: str, expected: str = "an object") -> "Fields":
+        """Return the object in this field; raise ExecutorError if it is absent or empty."""
+        found = self.section(name)
+        if found is None:
+            raise self.error(name, self._find(name), expected)
+        return found
+
     def texts(self, name: str) -> list[str] | None:
         value = self._find(name)
         if value is None:
@@ -122,6 +129,11 @@ class Fields:
         value = default if value is None else value
         if value not in allowed:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
+
+    def fixed(self, **values: object) -> None:
+        """Raise ExecutorError for a field that has another value than the given one; absent fields are allowed."""
+        for name, value in values.items():
+            self.only(name, value, default=value)
 
     def no_others(self) -> None:
         """Raise ExecutorError if a field has a value and was neither read nor passed over."""

@@ -136,12 +136,7 @@ def _attention(config: dict[str, Any]) -> dict[str, _Source]:
         "self_attn.v_proj.weight": _Source("attn_v.weight", (kv_rows, hidden)),
         "self_attn.o_proj.weight": _Source("attn_output.weight", (hidden, q_rows)),
     }
-    if config["attention_bias"]:
-        found["self_attn.q_proj.bias"] = _Source("attn_q.bias", (q_rows,), heads * permuted)
-        found["self_attn.k_proj.bias"] = _Source("attn_k.bias", (kv_rows,), kv_heads * permuted)
-        found["self_attn.v_proj.bias"] = _Source("attn_v.bias", (kv_rows,))
-        found["self_attn.o_proj.bias"] = _Source("attn_output.bias", (hidden,))
-    return found
+    return found | _biases(found) if config["attention_bias"] else found
 
 
 def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
@@ -185,8 +180,14 @@ def _mlp(
     }
 
 
-def _bias(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
+def _biases(weights: dict[str, _Source]) -> dict[str, _Source]:
+    """Return the sources of the biases of these weights: one number per row."""
+
+    def bias_of(weight: str) -> str:
+        return weight.removesuffix("weight") + "bias"
+
+    sources = weights.items()
+    return {bias_of(name): each._replace(name=bias_of(each.name), shape=each.shape[:1]) for name, each in sources}
 
 
 def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
@@ -196,14 +197,9 @@ def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
     router = f"{block}router" if kind == "gpt_oss" else f"{block}gate"
     found = {f"{router}.weight": _Source("ffn_gate_inp.weight", (num, hidden))}
     for index in range(num):
-        expert = _mlp(f"{block}experts.{index}.", inner, hidden, "_exps", (index, num), projections)
-        found |= expert
-        if kind == "gpt_oss":
-            found |= {
-                _bias(name): each._replace(name=_bias(each.name), shape=each.shape[:1]) for name, each in expert.items()
-            }
+        found |= _mlp(f"{block}experts.{index}.", inner, hidden, "_exps", (index, num), projections)
     if kind == "gpt_oss":
-        found[f"{router}.bias"] = _Source("ffn_gate_inp.bias", (num,))
+        found |= _biases(found)
     if kind == "deepseek_v3":
         found[f"{block}gate.e_score_correction_bias"] = _Source("exp_probs_b.bias", (num,))
     if kind == "qwen2_moe":

@@ -267,11 +267,12 @@ def layer_names(config: Config) -> dict[str, tuple[str, tuple[int, ...]] | None]
     """Return the differences from a Llama layer: HF name → name and shape in the file; None: there is no tensor."""
     hidden, inner, dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    is_wide = config["model_type"] == "olmo2"  # its norms of queries and keys are over all heads
     shapes: dict[str, tuple[int, ...]] = {
         "ffn_up.weight": (2 * inner, hidden),
         "attn_qkv.weight": ((heads + 2 * kv_heads) * dim, hidden),
-        "attn_q_norm.weight": (heads * dim,) if config["model_type"] == "olmo2" else (dim,),
-        "attn_k_norm.weight": (kv_heads * dim,) if config["model_type"] == "olmo2" else (dim,),
+        "attn_q_norm.weight": (heads * dim,) if is_wide else (dim,),
+        "attn_k_norm.weight": (kv_heads * dim,) if is_wide else (dim,),
         "attn_sinks.weight": (heads,),
     }
     family = BY_TYPE[config["model_type"]]

@@ -191,7 +191,7 @@ class PackedCheckpoint:
         return part._replace(codes=codes, order=order)
 
     def _has(self, name: str) -> bool:
-        return name in self._folder.all_names
+        return name in self._folder.names()
 
     def _get(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
         if not self._has(name):

@@ -70,7 +70,7 @@ class PeftFolder:
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        scaled = self._tensor(module, "B") * self.scale(module)
+        scaled = self._stored[self.modules[module]["B"]].float() * self.scale(module)
         if not scaled.isfinite().all():
             raise ExecutorError(f"{self._path}: {module!r}: B scaled by {self.scale(module)} is not finite")
         return scaled
@@ -82,7 +82,7 @@ class PeftFolder:
 
     def down(self, module: str) -> Tensor:
         """Return A [rank, in] in float32."""
-        return self._tensor(module, "A")
+        return self._stored[self.modules[module]["A"]].float()
 
     def scale(self, module: str) -> float:
         rank = self._config.rank_of(module)
@@ -103,9 +103,6 @@ class PeftFolder:
                 )
                 content.update(tensor.flatten().view(torch.uint8).numpy().data)
         return content.hexdigest()
-
-    def _tensor(self, module: str, factor: str) -> Tensor:
-        return self._stored[self.modules[module][factor]].float()
 
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
@@ -193,8 +190,7 @@ def _read_config(fields: Fields) -> _AdapterConfig:
 def _patterns(fields: Fields, name: str) -> Fields:
     patterns = fields.section(name) or Fields({})
     for pattern in patterns.names():
-        if not re.fullmatch(
-            r"[\w.]+", pattern.removeprefix(_ANYWHERE)
-        ):  # an untrusted regular expression may take forever
+        # An untrusted regular expression may take forever.
+        if not re.fullmatch(r"[\w.]+", pattern.removeprefix(_ANYWHERE)):
             raise fields.error(name, pattern, "a module's name, no regular expression,")
     return patterns

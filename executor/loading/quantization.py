@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from penstock.executor.kernels.weight import BLOCK
-from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.fields import Fields, read_json
 
 GROUPS = (32, 64, 128, -1)
 SUFFIX = "_scale_inv"  # name suffix of the scales by which an FP8 weight is multiplied
@@ -43,40 +43,33 @@ def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
     fields = Fields(config, where).section("quantization_config")
     if fields is None:
         return []
-    method = fields.text("quant_method", "fp8")
-    if method not in _READERS:
-        if method not in ("fp8", "mxfp4"):
-            raise fields.error("quant_method", method, f"one of {', '.join((*_READERS, 'fp8', 'mxfp4'))}")
-        _check_blocks(fields)
-        return []
-    schemes = _READERS[method](fields)
+    fields.only("quant_method", *_READERS)
+    schemes = _READERS[fields.text("quant_method")](fields)
     fields.no_others()
     return schemes
 
 
-def old_config(folder: Path, read_json: Any) -> dict[str, Any] | None:
+def old_config(folder: Path) -> dict[str, Any] | None:
     """Return the content of AutoGPTQ's own file as a quantization_config; None if there is no such file."""
     path = folder / OLD_FILE
     return {"quant_method": "gptq"} | read_json(path) if path.is_file() else None
 
 
-def _check_blocks(fields: Fields) -> None:
-    """Raise ExecutorError for unsupported variants of block-scaled FP8 or of MXFP4."""
-    fields.only("quant_method", "fp8", "mxfp4")
-    if fields.text("quant_method") == "mxfp4":  # only experts, which their tensors' names identify
-        fields.only("dequantize", False, default=False)
-        fields.texts("modules_to_not_convert")
-        fields.no_others()
-        return
-    fields.only("fmt", "e4m3", default="e4m3")
+def _mxfp4(fields: Fields) -> list[Scheme]:
+    """Refuse unsupported variants of MXFP4. Only experts use it; their tensors' names identify them."""
+    fields.fixed(dequantize=False)
+    fields.texts("modules_to_not_convert")
+    return []
+
+
+def _fp8(fields: Fields) -> list[Scheme]:
+    """Refuse unsupported variants of block-scaled FP8."""
+    fields.fixed(fmt="e4m3", activation_scheme="dynamic", expert_dtype="fp8", dequantize=False)
     fields.only("weight_block_size", [BLOCK, BLOCK])
-    fields.only("activation_scheme", "dynamic", default="dynamic")
     fields.only("scale_fmt", "float", "ue8m0", default="float")  # both are stored as floats, whose dtype is checked
-    fields.only("expert_dtype", "fp8", default="fp8")
-    fields.only("dequantize", False, default=False)
     for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
         fields.texts(name)
-    fields.no_others()
+    return []
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -91,11 +84,9 @@ def _group(fields: Fields) -> int:
 
 def _awq(fields: Fields) -> list[Scheme]:
     fields.only("bits", 4)
-    fields.only("zero_point", True, default=True)
     for name in ("version", "format", "checkpoint_format"):
         fields.only(name, "gemm", "GEMM", default="gemm")
-    fields.only("sym", False, default=False)
-    fields.only("pack_dtype", "int32", default="int32")
+    fields.fixed(zero_point=True, sym=False, pack_dtype="int32")
     fields.only("dynamic", None, {})
     fields.pass_over(_AWQ_PASSED)
     return [Scheme("awq", 4, _group(fields), False)]
@@ -103,11 +94,9 @@ def _awq(fields: Fields) -> list[Scheme]:
 
 def _gptq(fields: Fields) -> list[Scheme]:
     fields.only("bits", 4, 8)
-    formats = ("gptq", "gptq_v2")
     for name in ("checkpoint_format", "format"):
-        fields.only(name, *formats, default="gptq")
-    fields.only("is_marlin_format", False, default=False)
-    fields.only("pack_dtype", "int32", default="int32")
+        fields.only(name, "gptq", "gptq_v2", default="gptq")
+    fields.fixed(is_marlin_format=False, pack_dtype="int32")
     fields.only("dynamic", None, {})  # different bits for some layers
     fields.pass_over(_GPTQ_PASSED)
     layout = fields.text("checkpoint_format", fields.text("format", "gptq"))
@@ -129,24 +118,17 @@ def _compressed(fields: Fields) -> list[Scheme]:
         fields.only(name, None, {})
     fields.texts("ignore")
     fields.pass_over(_COMPRESSED_PASSED)
-    groups = fields.section("config_groups")
-    if groups is None or not groups.names():
-        raise fields.error("config_groups", None, "an object of groups")
+    groups = fields.required_section("config_groups", "an object of groups")
     schemes = []
     for name in groups.names():
-        group = groups.section(name)
-        if group is None:
-            raise groups.error(name, None, "an object with weights")
+        group = groups.required_section(name, "an object with weights")
         group.texts("targets")
         group.only("format", fields.text("format"), default=fields.text("format"))
         group.only("output_activations", None)
         inputs = group.section("input_activations")
         if inputs is not None:
             inputs.only("num_bits", 8)
-        weights = group.section("weights")
-        if weights is None:
-            raise group.error("weights", None, "an object")
-        schemes.append(_weights(weights, layout, kind, bits))
+        schemes.append(_weights(group.required_section("weights"), layout, kind, bits))
         group.no_others()
     return schemes
 
@@ -167,4 +149,4 @@ def _weights(fields: Fields, layout: Layout, kind: str, bits: tuple[int, ...]) -
     return Scheme(layout, fields.integer("num_bits"), group, fields.flag("symmetric", True))
 
 
-_READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+_READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4}

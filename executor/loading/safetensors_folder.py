@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -31,11 +31,11 @@ class SafetensorsFolder:
         self.has_codes = self._method == "mxfp4"
         self._folder = folder
 
-    def names(self) -> list[str]:
-        return list(self._files)
+    def names(self) -> Collection[str]:
+        return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._get(name, "get_slice").get_shape())
 
     def read(self, name: str) -> Tensor:
         dtype = self.dtype(name)
@@ -49,15 +49,11 @@ class SafetensorsFolder:
 
     def stored(self, name: str) -> Tensor:
         """Return the tensor in its stored dtype, without checking that dtype."""
-        path, file = self._files[name]
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise ExecutorError(f"{path}: tensor {name!r}: {error}") from None
+        tensor: Tensor = self._get(name, "get_tensor")
         return tensor
 
     def dtype(self, name: str) -> str:
-        dtype: str = self._slice(name).get_dtype()
+        dtype: str = self._get(name, "get_slice").get_dtype()
         return dtype
 
     def float_dtype(self) -> str:
@@ -68,19 +64,15 @@ class SafetensorsFolder:
         del counts[""]
         return max(counts, key=counts.__getitem__, default="float32")
 
-    @property
-    def all_names(self) -> Collection[str]:
-        return self._files
-
     @cached_property
     def _quantized(self) -> set[str]:
         """The dtypes of quantized tensors that config.json allows."""
         return set() if self._method is None else {_BYTES} if self.has_codes else {_EIGHT_BITS}
 
-    def _slice(self, name: str) -> Any:
+    def _get(self, name: str, method: Literal["get_slice", "get_tensor"]) -> Any:
         path, file = self._files[name]
         try:
-            return file.get_slice(name)
+            return getattr(file, method)(name)
         except SafetensorError as error:
             raise ExecutorError(f"{path}: tensor {name!r}: {error}") from None
 

@@ -93,14 +93,10 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
-        logits, spec = self._vocabulary.logits(hidden), self._spec
-        if logits is not None and spec.logit_scale != 1.0:
-            logits *= spec.logit_scale
-        return (
-            logits
-            if logits is None or spec.logit_cap is None
-            else (logits / spec.logit_cap).tanh_().mul_(spec.logit_cap)
-        )
+        logits, scale, cap = self._vocabulary.logits(hidden), self._spec.logit_scale, self._spec.logit_cap
+        if logits is not None and scale != 1.0:
+            logits *= scale
+        return logits if logits is None or cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 class _LayerNorm:
@@ -165,15 +161,10 @@ def _caches_of(
     spec: DecoderSpec, own: Sequence[LayerSpec], dtype: torch.dtype, world: int
 ) -> tuple[tuple[LayerCache, ...], int]:
     """Return the cache that each of these layers needs, and the bytes of the largest state unit."""
-    if not any(layer.recurrent for layer in own):
-        return tuple(LayerCache(layer.window) for layer in own), 0
-    kinds = [layer.recurrent for layer in own]
-    states = [None if kind is None else state_of(spec, kind, dtype, world) for kind in kinds]
-    caches = [
-        LayerCache(layer.window) if state is None else LayerCache(units=state[0])
-        for state, layer in zip(states, own, strict=True)
-    ]
-    return tuple(caches), max(state[1] for state in states if state is not None)
+    states = [(0, 0) if layer.recurrent is None else state_of(spec, layer.recurrent, dtype, world) for layer in own]
+    units = [num_units for num_units, _ in states]
+    caches = (LayerCache(None if num else layer.window, num) for layer, num in zip(own, units, strict=True))
+    return tuple(caches), max(num_bytes for _, num_bytes in states)
 
 
 class _Mixer(Protocol):

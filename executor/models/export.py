@@ -22,6 +22,7 @@ from penstock.executor.models.weights import DTYPES, CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
 SHARD_BYTES = 4 * 2**30  # also the memory that an export needs
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # fields of config.json and generation_config.json
 
 
 def export(
@@ -43,9 +44,11 @@ def export(
         if occupied:
             raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
         _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, progress)
-        _write_json(folder / "generation_config.json", _generation_config(checkpoint.config))
+        config = checkpoint.config
+        tokens = {field: config[field] for field in _TOKEN_IDS if config.get(field) is not None}
+        _write_json(folder / "generation_config.json", tokens)
         beside(folder)
-        _write_json(folder / "config.json", _config(checkpoint.config, name))
+        _write_json(folder / "config.json", _config(config, name))
     except (OSError, SafetensorError) as error:
         raise ExecutorError(f"{folder}: the export could not be written: {error}") from error
 
@@ -106,11 +109,6 @@ def _config(config: dict[str, Any], dtype_name: str) -> dict[str, Any]:
     # transformers 4 and vLLM read torch_dtype; transformers 5 reads both and prefers dtype.
     left_out = ("dtype", "quantization_config")  # the tensors are written unquantized
     return {key: value for key, value in config.items() if key not in left_out} | {"torch_dtype": dtype_name}
-
-
-def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {key: config[key] for key in keys if config.get(key) is not None}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ A field that the config omits has the family's own default. A feature of the con
 refused by name, never ignored.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -39,10 +40,10 @@ def qwen3(fields: Fields) -> DecoderSpec:
 
 
 def gemma2(fields: Fields) -> DecoderSpec:
-    full = uniform_layers(fields)
-    sliding = uniform_layers(fields, fields.integer("sliding_window", 4096))
+    layers, window = uniform_layers(fields), fields.integer("sliding_window", 4096)
+    are_full = [index % 2 == 1 for index in range(len(layers))]
     return replace(
-        _gemma(fields, pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])),
+        _gemma(fields, pick_layers(fields, layers, are_full, window=window)),
         score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
     )
@@ -56,7 +57,7 @@ def gemma3(fields: Fields) -> DecoderSpec:
 
 
 def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
-    fields.only("use_bidirectional_attention", False, default=False)
+    fields.fixed(use_bidirectional_attention=False)
     return spec_of(
         fields,
         layers,
@@ -104,11 +105,10 @@ def smollm3(fields: Fields) -> DecoderSpec:
     rotates = own.integers("no_rope_layers") or [(index + 1) % every for index in range(len(spec.layers))]
     if len(rotates) < len(spec.layers):
         raise own.error("no_rope_layers", rotates, f"a 0 or 1 for each of {len(spec.layers)} layers")
-    full = [layer if turns else unrotated(layer) for layer, turns in zip(spec.layers, rotates, strict=False)]
+    layers = [layer if turns else unrotated(layer) for layer, turns in zip(spec.layers, rotates, strict=False)]
     window, may_slide = own.integer_or_none("sliding_window"), own.flag("use_sliding_window", False)
-    sliding = tuple(replace(layer, window=window) for layer in full)
-    slides = [may_slide and not turns for turns in rotates][: len(full)]
-    return replace(spec, layers=pick_layers(own, tuple(full), sliding, slides))
+    are_full = [bool(turns) or not may_slide for turns in rotates[: len(layers)]]
+    return replace(spec, layers=pick_layers(own, layers, are_full, window=window))
 
 
 def unrotated(layer: LayerSpec) -> LayerSpec:
@@ -135,8 +135,8 @@ def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
 
 def ministral(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(max_position_embeddings=4096 * 32)
-    full, window = uniform_layers(own), own.integer_or_none("sliding_window")
-    return spec_of(own, pick_layers(own, full, uniform_layers(own, window), [window is not None] * len(full)))
+    layers, window = uniform_layers(own), own.integer_or_none("sliding_window")
+    return spec_of(own, pick_layers(own, layers, [window is None] * len(layers), window=window))
 
 
 def ministral3(fields: Fields) -> DecoderSpec:
@@ -208,9 +208,7 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
 
 def opt(fields: Fields) -> DecoderSpec:
     """Read OPT: learned positions, LayerNorms before attention and MLP or after them, and an MLP with ReLU."""
-    fields.only("activation_function", "relu", default="relu")
-    fields.only("layer_norm_elementwise_affine", True, default=True)
-    fields.only("_remove_final_layer_norm", False, default=False)
+    fields.fixed(activation_function="relu", layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
@@ -304,22 +302,20 @@ def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec
 
 def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     """Return Qwen's layers; if use_sliding_window, layer_types or else max_window_layers tells which have windows."""
+    layers = uniform_layers(fields)
     if not fields.flag("use_sliding_window", False):
-        return uniform_layers(fields)
-    window = fields.integer("sliding_window", 4096)
-    full, sliding = uniform_layers(fields), uniform_layers(fields, window)
-    first_sliding = fields.integer("max_window_layers", 28)
-    return pick_layers(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
+        return layers
+    window, num_full = fields.integer("sliding_window", 4096), fields.integer("max_window_layers", 28)
+    return pick_layers(fields, layers, [index < num_full for index in range(len(layers))], window=window)
 
 
 def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...]:
     """Return layers of which every `pattern`-th has full attention; the others have a window and their own RoPE."""
     head_dim = head_dim_of(fields)
     local, overall = two_ropes(fields, head_dim, head_dim)
-    num_layers = fields.integer("num_hidden_layers")
-    full = (LayerSpec(overall),) * num_layers
-    sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
-    return pick_layers(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
+    layers, window = (LayerSpec(overall),) * fields.integer("num_hidden_layers"), fields.integer("sliding_window", 4096)
+    are_full = [(index + 1) % pattern == 0 for index in range(len(layers))]
+    return pick_layers(fields, layers, are_full, rope=local, window=window)
 
 
 def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
@@ -338,18 +334,21 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
 
 
 def pick_layers(
-    fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
+    fields: Fields, layers: Sequence[LayerSpec], rule: list[bool], other: str = "sliding_attention", **changes: Any
 ) -> tuple[LayerSpec, ...]:
-    """Return each layer's full or sliding variant; `layer_types` in the config overrides the family's rule."""
-    are_full = full_layers(fields, "sliding_attention", [not slide for slide in slides])
-    return tuple(f if is_full else s for f, s, is_full in zip(full, sliding, are_full, strict=True))
+    """Apply the changes to the layers without full attention, of kind `other`; `rule` is that of `full_layers`."""
+    are_full = full_layers(fields, other, rule)
+    return tuple(layer if full else replace(layer, **changes) for layer, full in zip(layers, are_full, strict=True))
 
 
-def full_layers(fields: Fields, other: str, rule: list[bool]) -> list[bool]:
-    """Return whether each layer has full attention: by `layer_types` if present, else by the family's rule."""
-    kinds = fields.texts("layer_types")
+def full_layers(
+    fields: Fields, other: str, rule: list[bool], name: str = "layer_types", full: str = "full_attention"
+) -> list[bool]:
+    """Return whether each layer is of the kind `full`, not `other`: by the field `name` if present, else by the family's
+    rule."""
+    kinds = fields.texts(name)
     if kinds is None:
         return rule
-    if len(kinds) != len(rule) or not set(kinds) <= {"full_attention", other}:
-        raise fields.error("layer_types", kinds, f"{len(rule)} times 'full_attention' or {other!r}, one per layer")
-    return [kind == "full_attention" for kind in kinds]
+    if len(kinds) != len(rule) or not set(kinds) <= {full, other}:
+        raise fields.error(name, kinds, f"{len(rule)} times {full!r} or {other!r}, one per layer")
+    return [kind == full for kind in kinds]

@@ -6,7 +6,7 @@ every layer has its own embedding per token, and experts run in addition to the 
 
 from dataclasses import replace
 
-from penstock.executor.loading.arrangement import Arrangement
+from penstock.executor.loading.arrangement import Arrangement, stacked_experts
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import full_layers, spec_of, two_ropes
 from penstock.executor.models.spec import DecoderSpec, LayerHeads, LayerSpec
@@ -95,8 +95,7 @@ def _arrangement(num_own: int, num_layers: int) -> Arrangement:
         for index in range(num_own, num_layers)
         for part in "kv"
     )
-    gate_up = ("experts.#.gate_proj.weight", 1), ("experts.#.up_proj.weight", 1)
     return Arrangement(
-        joined=(("experts.gate_up_proj", gate_up), ("experts.down_proj", (("experts.#.down_proj.weight", 1),))),
+        joined=stacked_experts("experts.gate_up_proj", "experts.down_proj"),
         ignored=(*unused, "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -92,16 +92,6 @@ def clip(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
-class _ModelSettings(NamedTuple):
-    """The settings in config.json, and the checkpoint in the decoder's layout."""
-
-    name: str  # of the architecture
-    spec: DecoderSpec
-    labels: LabelInfo | None
-    fields: Fields
-    checkpoint: Checkpoint
-
-
 def load_model(
     config: ExecutorConfig,
     device: torch.device,
@@ -157,7 +147,11 @@ def load_model(
     )
 
 
-def _read_settings(config: ExecutorConfig, checkpoint: Checkpoint, progress: Callable[[str], None]) -> _ModelSettings:
+def _read_settings(
+    config: ExecutorConfig, checkpoint: Checkpoint, progress: Callable[[str], None]
+) -> tuple[str, DecoderSpec, LabelInfo | None, Fields, Checkpoint]:
+    """Return the architecture's name, its settings, a classifier's labels, the fields of config.json, and the
+    checkpoint in the decoder's layout."""
     path, is_dummy = Path(config.model), config.load_format == "dummy"
     where = str(path / "config.json" if path.is_dir() else path)
     config_of_all, labels = without_head(checkpoint.config, where)
@@ -178,7 +172,7 @@ def _read_settings(config: ExecutorConfig, checkpoint: Checkpoint, progress: Cal
     spec = spec.for_positions(num_positions)
     if (spec.arrangement != AS_LLAMA or is_part) and not is_dummy:
         checkpoint = Arranged(checkpoint, spec.arrangement)
-    return _ModelSettings(name, spec, labels, fields, checkpoint)
+    return name, spec, labels, fields, checkpoint
 
 
 def _compute_dtype(

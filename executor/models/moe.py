@@ -126,7 +126,7 @@ class Experts:
             self._num_slots = len(placed)
             self._first, end = weights.group.share(self._num_slots)
             held = placed[self._first : end]
-            self.replace(weights.placement, layer)
+            self._table = SlotTable(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
         # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
@@ -152,10 +152,8 @@ class Experts:
 
     def replace(self, plan: Plan, layer: int) -> None:
         """Use another plan from the next step on. Its experts must already be in the slots."""
-        if self._table is None:
-            self._table = SlotTable(plan, layer)
-        else:
-            self._table.replace(plan, layer)
+        assert self._table is not None, "experts without a plan do not move"
+        self._table.replace(plan, layer)
 
     def __call__(self, hidden: Tensor, ids: Tensor, shares: Tensor, added: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: weighted sum of the rank's experts plus `added`."""
@@ -193,11 +191,9 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them."""
     layers = [mlp.gate_up for mlp in slots], [mlp.down for mlp in slots]
     kinds = [{linear.kind for linear in each} for each in layers]
-    if any(len(each) != 1 or None in each for each in kinds):
+    if ops.fused_experts is None or any(len(each) != 1 or None in each for each in kinds):
         return None, 0
     has_biases = any(linear.bias is not None for each in layers for linear in each)
-    if ops.fused_experts is None:
-        return None, 0
     pieces = [] if shared is None or has_biases else _cut(shared, slots[0])
     up, down = (
         stack([*(linear.weights[0] for linear in each), *more])

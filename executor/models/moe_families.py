@@ -1,13 +1,15 @@
 """Converts a config.json to a `DecoderSpec`, for models with a mixture of experts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from penstock.executor.loading.arrangement import Arrangement
+from penstock.executor.loading.arrangement import Arrangement, stacked_experts
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import (
     attention_biases,
     ernie4_5,
+    full_layers,
     llama,
     max_positions_of,
     mistral,
@@ -33,21 +35,22 @@ GPT_OSS = Arrangement(
     alternating=("experts.gate_up_proj",),
     transposed=("experts.gate_up_proj", "experts.down_proj"),
 )
+_MIXTRAL_NAMES: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
 
 
 def mixtral(fields: Fields) -> DecoderSpec:
     spec = mistral(fields)
-    return replace(spec, layers=_sparse(fields, spec.layers, _mixtral_moe(fields)))
+    return replace(spec, layers=_sparse(fields, spec.layers, _local_experts(fields, **_MIXTRAL_NAMES)))
 
 
-def _mixtral_moe(fields: Fields) -> MoeSpec:
+def _local_experts(fields: Fields, **features: Any) -> MoeSpec:
+    """Return experts as large as the config's MLP; `features` are further fields of the spec."""
     return MoeSpec(
-        num_experts=_count(fields, "num_local_experts"),
+        num_experts=fields.integer("num_local_experts"),
         top_k=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
         renormalize=True,
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
+        **features,
     )
 
 
@@ -61,8 +64,7 @@ def qwen3_moe(fields: Fields) -> DecoderSpec:
 
 
 def deepseek_v2(fields: Fields) -> DecoderSpec:
-    fields.only("scoring_func", "softmax", default="softmax")
-    fields.only("norm_topk_prob", False, default=False)
+    fields.fixed(scoring_func="softmax", norm_topk_prob=False)
     fields.only("topk_method", "greedy", "group_limited_greedy", default="greedy")
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
     return _deepseek(fields, replace(_deepseek_moe(fields, is_grouped), renormalize=False))
@@ -98,28 +100,21 @@ def glm4_moe_lite(fields: Fields) -> DecoderSpec:
         first_k_dense_replace=1,
     )
     spec = deepseek_v3(own)
-    kinds = own.texts("mlp_layer_types")
-    if kinds is None:
-        return spec
-    if len(kinds) != len(spec.layers) or not set(kinds) <= {"dense", "sparse"}:
-        raise own.error("mlp_layer_types", kinds, f"{len(spec.layers)} times 'dense' or 'sparse', one per layer")
+    are_dense = full_layers(own, "sparse", [layer.moe is None for layer in spec.layers], "mlp_layer_types", "dense")
     moe = _deepseek_v3_moe(own)
-    layers = (
-        replace(layer, moe=moe if kind == "sparse" else None) for layer, kind in zip(spec.layers, kinds, strict=True)
-    )
+    layers = (replace(layer, moe=None if dense else moe) for layer, dense in zip(spec.layers, are_dense, strict=True))
     return replace(spec, layers=tuple(layers))
 
 
 def minimax_m2(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(rope_theta=5e6, head_dim=128, max_position_embeddings=196608)
-    for name, value in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("shared_intermediate_size", 0)):
-        own.only(name, value, default=value)
-    for name in ("use_qk_norm", "use_routing_bias"):
-        own.only(name, True, default=True)
+    own.fixed(scoring_func="sigmoid", qk_norm_type="per_layer", shared_intermediate_size=0)
+    own.fixed(use_qk_norm=True, use_routing_bias=True)
     if "rotary_dim" in own:
         share = own.integer("rotary_dim") / own.integer("head_dim")
         own = own.with_defaults(partial_rotary_factor=share)
-    layers = _sparse(own, uniform_layers(own), replace(_mixtral_moe(own), scoring="sigmoid", has_bias=True))
+    moe = _local_experts(own, scoring="sigmoid", has_bias=True, **_MIXTRAL_NAMES)
+    layers = _sparse(own, uniform_layers(own), moe)
     names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
     return spec_of(own, layers, is_qk_norm_wide=True, arrangement=Arrangement(names))
 
@@ -127,7 +122,7 @@ def minimax_m2(fields: Fields) -> DecoderSpec:
 def ernie4_5_moe(fields: Fields) -> DecoderSpec:
     heads = fields.integer("num_attention_heads")
     own = fields.with_defaults(head_dim=fields.integer("hidden_size") // heads, moe_num_shared_experts=2)
-    own.only("use_bias", False, default=False)
+    own.fixed(use_bias=False)
     if (least := own.number("moe_norm_min", 1e-12)) > 1e-6:  # minimum of the sum that normalizes the weights
         raise own.error("moe_norm_min", least, "at most 1e-6")
     size = own.integer("moe_intermediate_size")
@@ -143,8 +138,7 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
     last, every = len(spec.layers) - 1, own.integer("moe_layer_interval", 1)
     first, end = own.integer("moe_layer_start_index", 1, low=0), own.integer("moe_layer_end_index", -1, low=-1)
     chosen = [index for index in range(first, (last if end == -1 else end) + 1) if (index + 1) % every == 0]
-    sparse = _sparse(own, spec.layers, moe)
-    layers = (sparse[index] if index in chosen else layer for index, layer in enumerate(spec.layers))
+    layers = _sparse(own, spec.layers, moe, lambda index: index in chosen)
     bias = "moe_statics.e_score_correction_bias"
     arrangement = replace(
         spec.arrangement,
@@ -152,32 +146,21 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
         single=(bias,),
         ignored=("model.mtp_",),
     )
-    return replace(spec, layers=tuple(layers), arrangement=arrangement)
+    return replace(spec, layers=layers, arrangement=arrangement)
 
 
 def gpt_oss(fields: Fields) -> DecoderSpec:
     """Read gpt-oss: every other layer has a window, each head has a sink, and experts are stored as MXFP4."""
-    fields.only("swiglu_alpha", 1.702, default=1.702)
-    fields.only("swiglu_limit", 7.0, default=7.0)
+    fields.fixed(swiglu_alpha=1.702, swiglu_limit=7.0)
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         raise fields.error("rope_scaling", None, "an object (these models have YaRN)")
-    moe = MoeSpec(
-        num_experts=fields.integer("num_local_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        intermediate_size=fields.integer("intermediate_size"),
-        renormalize=True,
-        router="router",
-        has_router_bias=True,
-    )
-    if moe.top_k > moe.num_experts:
-        raise fields.error("num_experts_per_tok", moe.top_k, f"at most the experts ({moe.num_experts})")
-    full = uniform_layers(fields)
-    sliding = uniform_layers(fields, fields.integer("sliding_window", 128))
-    layers = pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])
+    moe = _local_experts(fields, router="router", has_router_bias=True)
+    layers, window = _sparse(fields, uniform_layers(fields), moe), fields.integer("sliding_window", 128)
+    are_full = [index % 2 == 1 for index in range(len(layers))]
     has_biases = fields.flag("attention_bias", True)
     spec = spec_of(
         fields,
-        tuple(replace(layer, moe=moe) for layer in layers),
+        pick_layers(fields, layers, are_full, window=window),
         qkv_bias=has_biases,
         output_bias=has_biases,
         mlp_bias=True,
@@ -187,32 +170,21 @@ def gpt_oss(fields: Fields) -> DecoderSpec:
     return replace(spec, activation="clamped_swish")
 
 
-def granite_moe(fields: Fields) -> DecoderSpec:
-    return _granite_moe(fields, 0)
-
-
 def granite_moe_shared(fields: Fields) -> DecoderSpec:
-    return _granite_moe(fields, fields.integer("shared_intermediate_size", 0, low=0))
+    return granite_moe(fields, fields.integer("shared_intermediate_size", 0, low=0))
 
 
-def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
+def granite_moe(fields: Fields, shared: int = 0) -> DecoderSpec:
     """Read Granite; `shared` is the size of the shared MLP, with experts or, in Granite 4, also without any."""
     size = fields.integer("intermediate_size")
     num_experts = fields.integer("num_local_experts", 8, low=0)
     spec = multiplied(fields, llama(fields.with_defaults(mlp_bias=False)))
     names = ((".router.layer.", ".gate."),)
-    experts = (
-        "block_sparse_moe.input_linear.weight",
-        (
-            ("block_sparse_moe.experts.#.gate_proj.weight", 1),
-            ("block_sparse_moe.experts.#.up_proj.weight", 1),
-        ),
-    )
-    out = "block_sparse_moe.output_linear.weight", (("block_sparse_moe.experts.#.down_proj.weight", 1),)
+    experts = stacked_experts("input_linear.weight", "output_linear.weight", "block_sparse_moe.")
     where = "block_sparse_moe.shared_experts" if num_experts else "mlp"
     always = "shared_mlp.input_linear", ((f"{where}.gate_proj", 1), (f"{where}.up_proj", 1))
     after = "shared_mlp.output_linear", ((f"{where}.down_proj", 1),)
-    arrangement = Arrangement(names, (experts, out, always, after))
+    arrangement = Arrangement(names, (*experts, always, after))
     if not num_experts:
         return replace(spec, intermediate_size=shared, arrangement=arrangement)
     top_k = fields.integer("num_experts_per_tok", 2)  # 0 in models without experts
@@ -221,9 +193,7 @@ def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
 
 
 def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
-    fields.only("scoring_func", "sigmoid", default="sigmoid")
-    fields.only("topk_method", "noaux_tc", default="noaux_tc")
-    fields.only("rope_interleave", True, default=True)
+    fields.fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
     return replace(
         _deepseek_moe(fields, is_grouped=True),
         scoring="sigmoid",
@@ -234,7 +204,7 @@ def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
 
 
 def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
-    fields.only("moe_layer_freq", 1, default=1)
+    fields.fixed(moe_layer_freq=1)
     latent = LatentSpec(
         kv_rank=fields.integer("kv_lora_rank"),
         q_rank=fields.integer_or_none("q_lora_rank"),
@@ -253,7 +223,7 @@ def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
 
 def _first_dense(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
     first = fields.integer("first_k_dense_replace", 0, low=0)
-    return tuple(layer if index < first else replace(layer, moe=moe) for index, layer in enumerate(layers))
+    return _sparse(fields, layers, moe, lambda index: index >= first)
 
 
 def _latent_scale(fields: Fields, latent: LatentSpec) -> float:
@@ -308,18 +278,17 @@ def qwen_sparse(fields: Fields, spec: DecoderSpec, moe: MoeSpec) -> DecoderSpec:
     """Add experts to every `decoder_sparse_step`-th layer, except those that `mlp_only_layers` lists."""
     dense_only = fields.integers("mlp_only_layers")
     every = fields.integer("decoder_sparse_step", 1)
-    sparse = _sparse(fields, spec.layers, moe)
-    layers = (
-        layer if index not in dense_only and (index + 1) % every == 0 else replace(layer, moe=None)
-        for index, layer in enumerate(sparse)
-    )
-    return replace(spec, layers=tuple(layers))
+    layers = _sparse(fields, spec.layers, moe, lambda at: at not in dense_only and (at + 1) % every == 0)
+    return replace(spec, layers=layers)
 
 
-def _sparse(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
+def _sparse(
+    fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec, is_sparse: Callable[[int], bool] = lambda _index: True
+) -> tuple[LayerSpec, ...]:
+    """Add experts to the layers at the indices that `is_sparse` selects."""
     if not 1 <= moe.top_k <= moe.num_experts:
         raise fields.error("num_experts_per_tok", moe.top_k, f"a number from 1 to the experts ({moe.num_experts})")
-    return tuple(replace(layer, moe=moe) for layer in layers)
+    return tuple(replace(layer, moe=moe) if is_sparse(index) else layer for index, layer in enumerate(layers))
 
 
 def _count(fields: Fields, name: str) -> int:

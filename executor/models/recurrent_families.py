@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
-from penstock.executor.loading.arrangement import Arrangement
+from penstock.executor.loading.arrangement import Arrangement, stacked_experts
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import full_layers, spec_of, uniform_layers, unrotated
+from penstock.executor.models.families import pick_layers, spec_of, uniform_layers, unrotated
 from penstock.executor.models.moe_families import granite_moe_shared, qwen_moe, qwen_sparse, shared_expert
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 
-_EXPERTS = (
-    ("mlp.experts.gate_up_proj", (("mlp.experts.#.gate_proj.weight", 1), ("mlp.experts.#.up_proj.weight", 1))),
-    ("mlp.experts.down_proj", (("mlp.experts.#.down_proj.weight", 1),)),
+_QWEN = Arrangement(
+    joined=stacked_experts("experts.gate_up_proj", "experts.down_proj", "mlp."),
+    ignored=("mtp.", "model.visual.", "visual."),  # multi-token prediction, and images
 )
-_QWEN = Arrangement(joined=_EXPERTS, ignored=("mtp.", "model.visual.", "visual."))  # multi-token prediction, and images
 _LFM2 = Arrangement(
     renames=(
         ("model.embedding_norm.", "model.norm."),
@@ -46,12 +45,10 @@ def qwen3_5_moe(fields: Fields) -> DecoderSpec:
 
 def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
     own = fields.with_defaults(head_dim=256, partial_rotary_factor=0.25)
-    own.only("attention_bias", False, default=False)
-    (attends,) = set(uniform_layers(own))
-    every = own.integer("full_attention_interval", 4)
-    rule = [(index + 1) % every == 0 for index in range(own.integer("num_hidden_layers"))]
-    recurs = replace(attends, recurrent=_delta(own, is_grouped))
-    layers = tuple(attends if kind else recurs for kind in full_layers(own, "linear_attention", rule))
+    own.fixed(attention_bias=False)
+    attends, every = uniform_layers(own), own.integer("full_attention_interval", 4)
+    rule = [(index + 1) % every == 0 for index in range(len(attends))]
+    layers = pick_layers(own, attends, rule, "linear_attention", recurrent=_delta(own, is_grouped))
     return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=_QWEN)
 
 
@@ -72,12 +69,10 @@ def lfm2(fields: Fields) -> DecoderSpec:
         max_position_embeddings=128_000,
         tie_word_embeddings=fields.flag("tie_embedding", True),
     )
-    (attends,) = set(uniform_layers(own))
-    num_layers = own.integer("num_hidden_layers")
-    full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(num_layers)
+    attends = uniform_layers(own)
+    full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(len(attends))
     conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
-    kinds = full_layers(own, "conv", [index in full for index in range(num_layers)])
-    layers = tuple(attends if kind else replace(attends, recurrent=conv) for kind in kinds)
+    layers = pick_layers(own, attends, [index in full for index in range(len(attends))], "conv", recurrent=conv)
     return replace(spec_of(own, layers, qk_norm=True, arrangement=_LFM2), intermediate_size=_lfm2_mlp(own))
 
 

@@ -32,10 +32,7 @@ def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
     parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
     if parts is None:
         return config
-    text = fields.section("text_config")
-    if text is None:
-        raise fields.error("text_config", config.get("text_config"), "an object")
-    text.only("model_type", *parts)
+    fields.required_section("text_config").only("model_type", *parts)
     inner = config["text_config"]
     outer = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
     return {**inner, **outer, "architectures": [parts[inner["model_type"]]]}

@@ -42,10 +42,10 @@ class Rope:
         return replace(self, divisors=chosen, long_divisors=())
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10000.0) -> Rope:
+def read_rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
     """Read the rotation of a model in which all layers have the same."""
     section = rope_section(fields)
-    theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
+    theta = section.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = fields.number("partial_rotary_factor", 1.0)
     name = "original_max_position_embeddings"
     original = fields.integer(name, low=2) if name in fields else None  # wins over the section's

@@ -47,11 +47,7 @@ class Place(NamedTuple):
     pid: int
 
 
-def open_ray(
-    config: ExecutorConfig,
-    progress: Callable[[str], None] = lambda _line: None,
-    deadline_s: Callable[[int], float] = step_deadline_s,
-) -> RankedExecutor:
+def open_ray(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> RankedExecutor:
     """Find resources in the cluster, start all ranks, and wait until each has loaded its part of the model."""
     _join_cluster(config.ray_allow_open_dashboard)
     ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
@@ -63,7 +59,7 @@ def open_ray(
     except BaseException:
         ranks.close()
         raise
-    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, deadline_s)
+    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, step_deadline_s)
 
 
 def _join_cluster(allow_open_dashboard: bool) -> None:

@@ -9,6 +9,7 @@ tables change only on the host's request; a batch gets a copy of the part it nee
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -191,19 +192,7 @@ class DeviceInputs:
 
     def compute_singles(self, bucket: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """Return a batch of `bucket` rows from the last block sent. Padding has context 0 and writes to block 0."""
-        made, others = self._prepare(bucket, bucket, 1, self._state.offsets.max_blocks)
-        batch = ForwardBatch(
-            *self._tensors(made),
-            wanted=None,
-            num_single_rows=bucket,
-            query_lens=(),
-            query_contexts=(),
-            max_single_context=max_context,
-            other_groups=others,
-            group_of=self._group_of,
-            states=self._state_batch(bucket),
-        )
-        return batch, made
+        return self._compute(bucket, bucket, 1, max_context)
 
     def send_padded(self, layout: Layout, rows: int, tokens: int) -> None:
         """Send the rows of a step, padded to `rows` rows and `tokens` tokens. The first padding row holds all padding
@@ -216,19 +205,29 @@ class DeviceInputs:
 
     def compute_padded(self, rows: int, tokens: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """Return the batch of the rows sent last. Padding has a context of 0 and writes to block 0."""
-        made, others = self._prepare(rows, tokens, tokens, self._state.offsets.max_blocks)
-        tensors = self._tensors(made)
-        starts, contexts = tensors[3], made.context_lens
-        batch = ForwardBatch(
-            *tensors,
-            wanted=None,
+        batch, made = self._compute(rows, tokens, tokens, max_context)
+        batch = replace(
+            batch,
             num_single_rows=0,
             query_lens=(tokens, *(0,) * (rows - 1)),
             query_contexts=(max_context,) * rows,
+            single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
+        )
+        return batch, made
+
+    def _compute(self, rows: int, tokens: int, longest: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
+        """Return a batch whose rows all count as single ones, with block tables as wide as any step needs."""
+        made, others = self._prepare(rows, tokens, longest, self._state.offsets.max_blocks)
+        batch = ForwardBatch(
+            *self._tensors(made),
+            wanted=None,
+            num_single_rows=rows,
+            query_lens=(),
+            query_contexts=(),
             max_single_context=max_context,
             other_groups=others,
             group_of=self._group_of,
-            single_contexts=torch.where(starts.diff() == 1, contexts, 0),
+            states=self._state_batch(rows),
         )
         return batch, made
 

@@ -13,10 +13,6 @@ class Pooler:
     def admit(self, admission: Admission) -> None:
         self._sums.pop(admission.slot, None)
 
-    def last(self, hidden: torch.Tensor) -> bytes:
-        """Return the embedding from the hidden state [1, hidden]; raise ValueError if it is not finite."""
-        return _as_bytes(hidden[0])
-
     def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
         """Add a chunk's hidden states [count, hidden]; return the embedding once the prompt is complete, else None.
 
@@ -30,10 +26,11 @@ class Pooler:
             return None
         if count != admission.num_prompt:
             raise ValueError(f"mean pooling saw {count} of {admission.num_prompt} positions; it cannot use cached ones")
-        return _as_bytes(total / count)
+        return embedding_bytes(total / count)
 
 
-def _as_bytes(embedding: torch.Tensor) -> bytes:
+def embedding_bytes(embedding: torch.Tensor) -> bytes:
+    """Return an embedding or a label head's outputs [width] for a step's result; raise ValueError if not finite."""
     embedding = embedding.float().cpu()
     if not torch.isfinite(embedding).all():
         raise ValueError("the model's hidden states are not finite (NaN or infinity)")

@@ -25,7 +25,7 @@ from penstock.executor.step.graphs import ChunkGraphs, DecodeGraphs
 from penstock.executor.step.inputs import Inputs, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
-from penstock.executor.step.pooling import Pooler
+from penstock.executor.step.pooling import Pooler, embedding_bytes
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.tiers.transfers import RankTransfers
 
@@ -235,7 +235,7 @@ class ModelRunner:
             if admission.pooling == "mean":
                 embedding = self._pooler.mean(admission, hidden, end)
             elif admission.pooling == "last" and end == num_prompt:
-                embedding = self._pooler.last(hidden[-1:])
+                embedding = embedding_bytes(hidden[-1])
             elif admission.pooling == "labels" and end == num_prompt:
                 embedding = self._find_labels(admission.sampling.allowed_ids, hidden[-1:])
             if embedding is not None:
@@ -246,9 +246,9 @@ class ModelRunner:
     def _find_labels(self, tokens: tuple[int, ...], hidden: torch.Tensor) -> bytes | None:
         """Return the label head's outputs, or the logits of `tokens` (first rank only). hidden [1, hidden]"""
         if self._label_head is not None:
-            return self._pooler.last(hidden.float() @ self._label_head.T)
+            return embedding_bytes((hidden.float() @ self._label_head.T)[0])
         logits = self._model.logits(hidden)
-        return None if logits is None else self._pooler.last(logits[:, list(tokens)])
+        return None if logits is None else embedding_bytes(logits[0, list(tokens)])
 
     def _find_prompt_logprobs(
         self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched
