@@ -27,12 +27,12 @@ def run(capsys: pytest.CaptureFixture[str], *options: str, **job: Any) -> tuple[
 
 @pytest.mark.slow
 def test_it_measures_the_parts_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = "startup,decode,prefill,throughput"
-    found, printed = run(capsys, "--parts", parts, "--models", "qwen3-0.6b")
-    assert {name.split()[1] for name in found} == {"startup", "decode", "prefill", "throughput"}
-    assert all(name.startswith("qwen3-0.6b: ") and "skipped" not in figure for name, figure in found.items())
-    assert found["qwen3-0.6b: throughput"]["output_tokens_per_s"] > 0
-    assert "qwen3-0.6b: startup, decode, prefill, throughput; at most" in printed
+    parts = "startup,decode,prefill,throughput,concurrent"
+    found, printed = run(capsys, "--parts", parts, "--models", "qwen3-8b")
+    assert {name.split()[1] for name in found} == {"startup", "decode", "prefill", "throughput", "1", "3"}
+    assert all(name.startswith("qwen3-8b: ") and "skipped" not in figure for name, figure in found.items())
+    assert found["qwen3-8b: throughput"]["output_tokens_per_s"] > 0
+    assert "qwen3-8b: startup, decode, prefill, throughput, concurrent; at most" in printed
 
 
 def test_the_page_gets_the_decoding_steps_of_a_result_beside_a_copy(
