@@ -238,7 +238,7 @@ def concurrent(config: dict[str, Any], llm: Any, is_tiny: bool) -> None:
         started_s = time.perf_counter()
         lengths = generate(llm, prompts, answer)
         seconds = time.perf_counter() - started_s
-        report(f"{count} at once", requests=count, seconds=seconds, output_tokens_per_s=sum(lengths) / seconds)
+        report(f"concurrent {count}", requests=count, seconds=seconds, output_tokens_per_s=sum(lengths) / seconds)
 
 
 def generate(llm: Any, prompts: list[list[int]], answer: int) -> list[int]:
