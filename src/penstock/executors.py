@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
+from penstock.executor.loading.ahead import packing
 from penstock.executor.protocol import Executor, ExecutorConfig
+from penstock.executor.ranks.ranked import open_multiproc
 
 
 def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:
@@ -13,15 +15,11 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
     if kind == "auto":
         kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"
     if kind == "uniproc":
-        from penstock.executor.loading.ahead import packing
-
         with packing(config) as file:
             from penstock.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, progress, file)
     if kind == "multiproc":
-        from penstock.executor.ranks.ranked import open_multiproc
-
         return open_multiproc(config, progress)
     from penstock.executor.ranks.ray_executor import open_ray
 

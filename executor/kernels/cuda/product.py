@@ -246,8 +246,8 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         x_ptrs += begin * SPEC.step
         ptrs += begin * BYTES
     is_deep = first >= 0
-    # Where a group is several steps, its scales are loaded a step ahead, so that no product waits for them. In tiles of few
-    # rows zeros change their layout in every step then, which takes longer.
+    # The scales of a group that spans whole steps are loaded a step ahead, so that no product waits for them. In tiles of
+    # few rows, zeros loaded ahead would have to change their layout in every step, which takes longer than waiting.
     IS_LARGE: tl.constexpr = is_row.shape[0] > MAX_SCALED_ROWS
     IS_GROUP_LONG: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0 and SPEC.activation is None
     AHEAD: tl.constexpr = IS_GROUP_LONG and (IS_LARGE or not SPEC.has_zeros)
@@ -270,7 +270,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         if SPEC.activation is not None:
             up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
             up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
-        own = scales
+        current = scales
         if AHEAD:
             scales = load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
         for half in tl.static_range(PER_BYTE):
@@ -279,10 +279,10 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
                 rows = tl.load(row_ptrs[:, None] + place[None, :], mask=is_x, other=0.0)
             else:
                 rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
-            acc = _add_product(acc, rows, x_scale, codes, half, weight, own, start, column, 0, AHEAD, SPEC)
+            acc = _add_product(acc, rows, x_scale, codes, half, weight, current, start, column, 0, AHEAD, SPEC)
             if SPEC.activation is not None:
                 up = _add_product(
-                    up, rows, x_scale, up_codes, half, weight, own, start, column, SPEC.width, False, SPEC
+                    up, rows, x_scale, up_codes, half, weight, current, start, column, SPEC.width, False, SPEC
                 )
         if CARRIES:
             x_ptrs += SPEC.step
@@ -333,7 +333,7 @@ def _add_product(
     AHEAD: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Add the product of x with the numbers in one half of the loaded bytes. AHEAD: `scales` are those of the group."""
+    """Add the product of x with the numbers in one half of the loaded bytes. AHEAD: `scales` are loaded."""
     codes, exponents = loaded
     scales_ptr = weight[1]
     if SPEC.kind == "blocks":  # a step lies in one block: its product is scaled once, in float32

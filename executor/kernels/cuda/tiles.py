@@ -4,19 +4,19 @@ Nothing is tuned while requests wait. A choice that depends on the rows, tokens 
 where that number crosses a power of two, so `sizes` covers all choices, and all of them run at startup.
 
 The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, warpgroup tensor
-core instructions); those for prompts, decoding and products of few rows are the fastest of several on an H100. Cards whose products read registers, or with 99 KiB of shared memory, use smaller tiles. tests/executor/kernels compiles
-all of them.
+core instructions); those for prompts, decoding and products of few rows are the fastest of several on an H100. Cards
+whose products read registers, or with 99 KiB of shared memory, use smaller tiles. tests/executor/kernels compiles all of
+them.
 """
 
 from typing import NamedTuple
 
 from penstock.executor.kernels.card import current_card
 
-FIXED_PROGRAMS = (
-    128  # programs that a product of few rows is split for, on any card; products of more tiles are not split
-)
-FIXED_DEPTH = 1024  # of a split for which the order of the sum is fixed, at least
-MIN_DEPTH = 512  # of another split of a product's depth: below this, adding up splits costs more than it gains
+# Programs that a product of few rows is split for where the order of the sum is fixed; products of more tiles are not.
+FIXED_PROGRAMS = 128
+MIN_DEPTH = 512  # of a split of a product's depth: below this, adding up splits costs more than it gains
+FIXED_DEPTH = 1024  # the same where the order of the sum is fixed
 
 
 class Tile(NamedTuple):
