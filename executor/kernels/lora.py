@@ -154,6 +154,20 @@ class LoraSlots:
 
     def runs(self, numbers: np.ndarray) -> "SlotRuns":
         """Return the runs of tokens with these numbers [T] of adapters."""
+        return SlotRuns(self, send_list(self._tiles(numbers), torch.int32, self._device))
+
+    def fixed_runs(self, most: int) -> "SlotRuns":
+        """Return `most` runs at a fixed address, for a graph; `set_runs` writes them."""
+        return SlotRuns(self, torch.zeros(most, 3, dtype=torch.int32, device=self._device))
+
+    def set_runs(self, runs: "SlotRuns", numbers: np.ndarray) -> None:
+        """Let runs of `fixed_runs` be those of tokens with these numbers [T]. The rest has no rows."""
+        tiles = self._tiles(numbers)
+        spare = len(runs.tiles) - len(tiles)
+        runs.tiles.copy_(send_list([*tiles, *[(0, 0, 0)] * spare], torch.int32, self._device))
+
+    def _tiles(self, numbers: np.ndarray) -> list[tuple[int, int, int]]:
+        """Return the first row, number of rows and slot of every tile, after giving each adapter a slot."""
         runs = find_runs(numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
         for number in needed:  # first mark those with a slot as used, so that no slot of this step is reused
@@ -164,12 +178,11 @@ class LoraSlots:
                 slot = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
                 self._fill(slot, self._held[number])
                 self._at[number] = slot
-        tiles = [
+        return [
             (first, min(ROWS, start + count - first), self._at[number])
             for start, count, number in runs
             for first in range(start, start + count, ROWS)
         ]
-        return SlotRuns(self, send_list(tiles, torch.int32, self._device))
 
     def _fill(self, slot: int, products: Sequence[LoraProduct]) -> None:
         for (_, widths), all_down, all_up, parts in zip(self._shapes, self._down, self._up, products, strict=True):
@@ -192,11 +205,11 @@ class SlotRuns:
     """The runs of a step's rows with adapters, cut into tiles for the GPU kernel."""
 
     def __init__(self, of: LoraSlots, tiles: Tensor) -> None:
-        self._of, self._tiles = of, tiles
+        self._of, self.tiles = of, tiles
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        if len(self._tiles):
-            self._of.add(product, x, y, self._tiles)
+        if len(self.tiles):
+            self._of.add(product, x, y, self.tiles)
 
 
 def _load_kernel() -> Callable[..., None]:

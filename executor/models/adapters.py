@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.lora import CpuAdapters, LoraPart, LoraProduct, LoraSlots
+from penstock.executor.kernels.lora import CpuAdapters, LoraPart, LoraProduct, LoraSlots, SlotRuns
 from penstock.executor.loading.arrangement import Arranged, Arrangement
 from penstock.executor.loading.peft import PeftFolder
 from penstock.executor.models.weights import Product
@@ -127,6 +127,16 @@ class AdapterStore:
         runs = self._weights.runs(of_tokens)
         late = None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
         return Adapted(self._numbers, runs, late)
+
+    def in_graph(self, most_tiles: int) -> Adapted:
+        """Return adapters for a graph, at first for no row. `set_rows` changes them before a replay."""
+        assert isinstance(self._weights, LoraSlots)
+        return Adapted(self._numbers, self._weights.fixed_runs(most_tiles), None)
+
+    def set_rows(self, adapted: Adapted, numbers: np.ndarray, starts: np.ndarray) -> None:
+        """Let the adapters of a graph be those of a step: numbers [R] of the rows, token starts [R + 1]."""
+        assert isinstance(self._weights, LoraSlots) and isinstance(adapted.runs, SlotRuns)
+        self._weights.set_runs(adapted.runs, np.repeat(numbers, np.diff(starts)))
 
     def _read(self, folder: PeftFolder) -> list[LoraProduct]:
         """Read the adapter's matrices for each product. Shapes and names are checked before anything is read."""

@@ -302,9 +302,9 @@ class Rank:
         graphs, chunks, adapters = None, None, self._loaded.adapters
         if buckets:
             assert ops is not None and isinstance(inputs, DeviceInputs)
-            graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group)
+            graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group, adapters)
             if tokens := self._chunk_buckets():
-                chunks = ChunkGraphs(inputs, model, pages, tokens, graphs.forward_pool)
+                chunks = ChunkGraphs(inputs, model, pages, tokens, graphs.forward_pool, adapters)
         head = self._loaded.label_head
         return ModelRunner(
             model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, chunks, head, adapters

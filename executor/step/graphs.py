@@ -13,9 +13,13 @@ being copied to the host while the next forward pass runs.
 Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
 graphs match. Each bucket runs every collective in its size before the capture, so the communicator is connected.
+
+Where LoRA is enabled, every graph is captured a second time with adapters. It has as many tiles of rows with an adapter
+as any step of its size may need, and those that a step does not use have no rows.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +29,9 @@ from torch import Tensor
 
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
+from penstock.executor.kernels.lora import ROWS
 from penstock.executor.kernels.state import MAX_SEVERAL
+from penstock.executor.models.adapters import Adapted, AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
@@ -81,12 +87,13 @@ class DecodeGraphs:
         buckets: Sequence[int],
         open_pool: Callable[[], CudaGraphs],
         group: RankGroup,
+        adapters: AdapterStore | None,
     ) -> None:
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group
         self.forward_pool, self._draw_pool = open_pool(), open_pool()
-        self._buckets = np.array(buckets)
-        self._captured: dict[int, _Captured] = {}
+        self._buckets, self._adapters = np.array(buckets), adapters
+        self._captured: dict[tuple[int, bool], _Captured] = {}  # by bucket, and whether rows have adapters
         self._last: _Captured | None = None  # the graphs of the last replayed forward pass
 
     @torch.inference_mode()
@@ -94,7 +101,9 @@ class DecodeGraphs:
         """Capture all graphs. Nothing else may be in flight."""
         largest_first = self._buckets[::-1].tolist()
         for bucket in quarters(largest_first, len(largest_first), "Captured the graphs of {} of {} buckets", progress):
-            self._captured[bucket] = self._capture(bucket)
+            self._captured[bucket, False] = self._capture(bucket, None)
+            if self._adapters is not None:
+                self._captured[bucket, True] = self._capture(bucket, self._adapters.in_graph(bucket))
 
     def takes(self, layout: Layout) -> bool:
         """Tell whether a graph can run the step: every row has one token and samples, and no recurrent state goes
@@ -106,12 +115,15 @@ class DecodeGraphs:
             and not (layout.has_drafts and self._inputs.has_states)
         )
 
-    def forward(self, layout: Layout) -> tuple[Tensor, RowTensors]:
-        """Return the hidden states [R, hidden] and the row tensors, [R] each; the next call overwrites both."""
+    def forward(self, layout: Layout, numbers: np.ndarray | None) -> tuple[Tensor, RowTensors]:
+        """Return the hidden states [R, hidden] and the row tensors, [R] each; the next call overwrites both.
+
+        numbers [R]: the rows' adapters; None if no row has one."""
         rows = len(layout.slots)
         bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
         self._inputs.send_singles(layout, bucket)
-        self._last = self._captured[bucket]
+        self._last = self._captured[bucket, numbers is not None]
+        _set_adapters(self._adapters, self._last.adapted, layout, numbers)
         self._last.forward.replay()
         hidden, made = self._last.made
         return hidden[:rows], made
@@ -127,19 +139,19 @@ class DecodeGraphs:
         tokens, largest = self._last.drawn
         return tokens[:rows], largest[:rows]
 
-    def _capture(self, bucket: int) -> "_Captured":
+    def _capture(self, bucket: int, adapted: Adapted | None) -> "_Captured":
         """Capture a bucket with padding rows only, which read nothing and write to addresses that are never read."""
         self._inputs.send_singles(Layout([]), bucket)
-        self._draw(*self._compute(bucket))  # runs what happens only on a first call, outside of the graph
-        forward, made = self.forward_pool.capture(lambda: self._compute(bucket))
+        self._draw(*self._compute(bucket, adapted))  # runs what happens only on a first call, outside of the graph
+        forward, made = self.forward_pool.capture(lambda: self._compute(bucket, adapted))
         forward.replay()  # uploads the graph to the device, and computes the input of the draw
         draw, drawn = self._draw_pool.capture(lambda: self._draw(*made))
         draw.replay()
-        return _Captured(forward, made, draw, drawn)
+        return _Captured(adapted, forward, made, draw, drawn)
 
-    def _compute(self, bucket: int) -> tuple[Tensor, RowTensors]:
+    def _compute(self, bucket: int, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_singles(bucket, self._max_context)
-        return self._model.forward(batch, self._pages), without_tokens(made)
+        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
 
     def _draw(self, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden)
@@ -160,22 +172,30 @@ class ChunkGraphs:
     have no such graphs, because their layers plan on the host."""
 
     def __init__(
-        self, inputs: DeviceInputs, model: Decoder, pages: KvPages, buckets: Sequence[int], pool: CudaGraphs
+        self,
+        inputs: DeviceInputs,
+        model: Decoder,
+        pages: KvPages,
+        buckets: Sequence[int],
+        pool: CudaGraphs,
+        adapters: AdapterStore | None,
     ) -> None:
         self._inputs, self._model, self._pages, self._pool = inputs, model, pages, pool
         self._max_context = inputs.width - 1
-        self._buckets = np.array(buckets)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, RowTensors]]] = {}
+        self._buckets, self._adapters = np.array(buckets), adapters
+        self._captured: dict[tuple[int, bool], _CapturedChunk] = {}  # by tokens, and whether rows have adapters
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], None]) -> None:
         largest_first = self._buckets[::-1].tolist()
         for tokens in quarters(largest_first, len(largest_first), "Captured {} of {} graphs of prompts", progress):
             self._inputs.send_padded(Layout([]), self._rows(tokens), tokens)
-            self._compute(tokens)
-            graph, made = self._pool.capture(partial(self._compute, tokens))
-            graph.replay()
-            self._captured[tokens] = graph, made
+            self._captured[tokens, False] = self._capture(tokens, None)
+            if self._adapters is not None:
+                most_tiles = tokens // ROWS + self._rows(
+                    tokens
+                )  # each row may begin a tile, and have one that is not full
+                self._captured[tokens, True] = self._capture(tokens, self._adapters.in_graph(most_tiles))
 
     def takes(self, layout: Layout) -> bool:
         return (
@@ -184,12 +204,13 @@ class ChunkGraphs:
             and not layout.has_drafts
         )
 
-    def forward(self, layout: Layout) -> tuple[Tensor, Samples]:
+    def forward(self, layout: Layout, numbers: np.ndarray | None) -> tuple[Tensor, Samples]:
         """Return the hidden states of the rows that sample, as copies: the next graph overwrites its results."""
         tokens = int(self._buckets[np.searchsorted(self._buckets, layout.num_tokens)])
         rows = self._rows(tokens)
         self._inputs.send_padded(layout, rows, tokens)
-        graph, (hidden, made) = self._captured[tokens]
+        adapted, graph, (hidden, made) = self._captured[tokens, numbers is not None]
+        _set_adapters(self._adapters, adapted, layout, numbers)
         graph.replay()
         return self._inputs.select_samples(rows, int(layout.samples.sum()), hidden, made)
 
@@ -197,9 +218,23 @@ class ChunkGraphs:
         """Return the number of rows: one for each slot and one for the padding, at most the number of tokens."""
         return min(self._inputs.num_slots + 1, tokens)
 
-    def _compute(self, tokens: int) -> tuple[Tensor, RowTensors]:
+    def _capture(self, tokens: int, adapted: Adapted | None) -> "_CapturedChunk":
+        self._compute(tokens, adapted)
+        graph, made = self._pool.capture(partial(self._compute, tokens, adapted))
+        graph.replay()
+        return _CapturedChunk(adapted, graph, made)
+
+    def _compute(self, tokens: int, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_padded(self._rows(tokens), tokens, self._max_context)
-        return self._model.forward(batch, self._pages), without_tokens(made)
+        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
+
+
+def _set_adapters(
+    store: AdapterStore | None, adapted: Adapted | None, layout: Layout, numbers: np.ndarray | None
+) -> None:
+    """Let a graph with adapters read those of the step."""
+    if store is not None and adapted is not None and numbers is not None:
+        store.set_rows(adapted, numbers, layout.query_starts)
 
 
 def without_tokens(made: RowTensors) -> RowTensors:
@@ -211,7 +246,16 @@ def without_tokens(made: RowTensors) -> RowTensors:
 class _Captured(NamedTuple):
     """The graphs of one bucket."""
 
+    adapted: Adapted | None
     forward: torch.cuda.CUDAGraph
     made: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
     draw: torch.cuda.CUDAGraph
     drawn: tuple[Tensor, Tensor]
+
+
+class _CapturedChunk(NamedTuple):
+    """The graph of one number of tokens."""
+
+    adapted: Adapted | None
+    forward: torch.cuda.CUDAGraph
+    made: tuple[Tensor, RowTensors]

@@ -176,19 +176,19 @@ class ModelRunner:
     def _compute(self, layout: Layout, launched: Launched) -> None:
         asks = self._asks_more[layout.slots].any()
         numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
-        adapts = numbers is not None and numbers.any()
-        if self._graphs is not None and not asks and not adapts and self._graphs.takes(layout):
-            self._replay(self._graphs, layout, launched)
+        numbers = None if numbers is None or not numbers.any() else numbers
+        if self._graphs is not None and not asks and self._graphs.takes(layout):
+            self._replay(self._graphs, layout, numbers, launched)
             return
-        if self._chunks is not None and not asks and not adapts and self._chunks.takes(layout):
-            hidden, ends = self._chunks.forward(layout)
+        if self._chunks is not None and not asks and self._chunks.takes(layout):
+            hidden, ends = self._chunks.forward(layout, numbers)
             if layout.samples.any():
                 self._sample(layout, ends, hidden, launched)
             return
         last = layout.query_starts[1:] - 1
         wanted = self._wanted(layout) if asks else last[layout.samples]
         batch, ends = self._inputs.prepare(layout, wanted)
-        if self._adapters is not None and numbers is not None and adapts:
+        if self._adapters is not None and numbers is not None:
             batch = replace(batch, adapters=self._adapters.of_step(numbers, layout.query_starts, wanted))
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
@@ -199,10 +199,10 @@ class ModelRunner:
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
-    def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
+    def _replay(self, graphs: DecodeGraphs, layout: Layout, numbers: np.ndarray | None, launched: Launched) -> None:
         """Run a single-token step by graphs: completely, or up to the hidden states if a row needs more than a draw."""
         num_rows = len(layout.slots)
-        hidden, made = graphs.forward(layout)
+        hidden, made = graphs.forward(layout, numbers)
         if launched.is_masked or not self._is_plain[layout.slots].all():
             ends = Samples(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)

@@ -5,6 +5,7 @@ On the CPU a made-up graph calls what it was made of. Its results are garbage un
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.kernels import lora
+from penstock.executor.kernels.lora import LoraSlots
+from penstock.executor.models import load
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorError, Row, Sampling, Step
 from penstock.executor.ranks import rank
@@ -22,11 +27,14 @@ from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
-from tests.support.checkpoints import executor_of
+from tests.support.adapters import Adapter
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
 from tests.support.refusals import hardest
 from tests.support.small_models import greedy
+from tests.support.twins import lora as lora_twin
 from tests.support.twins import sampling as sampling_twin
+from tests.support.twins import torch_ops
 
 SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 6}
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
@@ -93,10 +101,11 @@ def open_small(
     case: str = "qwen3",
     recorder: Recorder | None = None,
     chunks: tuple[int, ...] = (),
+    **options: Any,
 ) -> UniprocExecutor:
     """A model with its inputs made "on the device", and with graphs if there is something to record them."""
     pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"), chunks)
-    return executor_of(case, **SMALL, enforce_eager=recorder is None)
+    return executor_of(case, **SMALL, enforce_eager=recorder is None, **options)
 
 
 def test_buckets_end_with_what_the_engine_may_run_at_once() -> None:
@@ -153,6 +162,34 @@ def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
         driver.advance(*sequences, chunk=5)
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         assert sequence.output[:9] == greedy(case, prompt, 9)[0]
+
+
+def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prompts and single tokens, beside rows without an adapter; three adapters take turns in two slots."""
+
+    class Store(AdapterStore):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._weights = LoraSlots(self._shapes, 2, 8, torch.float32, torch.device("cpu"))
+
+    compute_with(monkeypatch, torch_ops)
+    monkeypatch.setattr(load, "AdapterStore", Store)
+    monkeypatch.setattr(lora, "_load_kernel", lambda: lora_twin.add_lora)
+    recorder = Recorder()
+    executor = open_small(monkeypatch, "qwen3", recorder, (4, 24), enable_lora=True, max_loras=2, max_lora_rank=8)
+    adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
+    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
+    for number, (first, second) in enumerate(((0, 1), (2, 0)), 1):
+        driver = Driver(executor)
+        asked = [driver.admit(PROMPTS[0], adapter=keys[first]), driver.admit(PROMPTS[1], adapter=keys[second])]
+        got = driver.generate(*asked, driver.admit(PROMPTS[2]), count=6, chunk=9)
+        expected = [adapters[first].tokens(PROMPTS[0], 6), adapters[second].tokens(PROMPTS[1], 6)]
+        assert got == [*expected, greedy("qwen3", PROMPTS[2], 6)[0]]
+        # Without adapters and with them: 24 tokens, 4 tokens, then forward pass and draw of 6, 4, 2 and 1 rows.
+        replays = [graph.num_replays for graph in recorder.graphs]
+        assert replays == [0, number, 0, 0, *[0] * 6, 5 * number, 5 * number, *[0] * 8]
 
 
 def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

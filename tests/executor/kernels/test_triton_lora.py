@@ -25,13 +25,13 @@ HARDEST = [(torch.bfloat16, SHAPES[1], 32), (torch.float32, SHAPES[2], 16)]
 
 @matrix("dtype, shape, rank", TOLERANCE, SHAPES, (16, 32), hardest=HARDEST)
 def test_sums_equal_the_twin(device: torch.device, dtype: torch.dtype, shape: tuple[int, list[int]], rank: int) -> None:
-    """Rows of some tiles alone, whole and partly filled; those of no tile stay as they are to the bit."""
+    """Rows of some tiles alone, whole and partly filled, a tile without rows; rows of no tile stay as they are to the bit."""
     depth, widths = shape
     rows, places, width = 40, 3, sum(widths)
     x, y = (random(rows, size, dtype=dtype, seed=size).to(device) for size in (depth, width))
     down = random(places, len(widths), rank, depth, dtype=dtype, seed=2).to(device) / depth**0.5
     up = random(places, width, rank, dtype=dtype, seed=3).to(device) / rank**0.5
-    tiles = torch.tensor([[0, 16, 2], [16, 3, 2], [21, 1, 0], [30, 10, 1]], dtype=torch.int32, device=device)
+    tiles = torch.tensor([[0, 16, 2], [16, 3, 2], [21, 1, 0], [30, 10, 1], [0, 0, 0]], dtype=torch.int32, device=device)
     expected, actual = y.clone(), y.clone()
     twin(x, expected, tiles, down, up, widths)
     add_lora(x, actual, tiles, down, up, widths)
