@@ -159,6 +159,10 @@ class PredictionTotals(msgspec.Struct):
     """Sums over all charges of predicted and actual values. The fields are the names of the metrics."""
 
     decisions_total: int = 0
+    # Decisions without a match, so by the session or by load alone:
+    no_match_decisions_total: int = 0  # no replica has the beginning of the prompt
+    no_ids_decisions_total: int = 0  # the prompt's token ids are unknown, and the replica reports blocks of token ids
+    no_prompt_decisions_total: int = 0  # the request has no prompt
     requests_ok_total: int = 0
     requests_failed_total: int = 0
     compared_requests_total: int = 0

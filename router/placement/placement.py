@@ -4,6 +4,7 @@ A `Placement` is called from the event loop; only `prepare` may run in another t
 fleet adds and removes replicas, the feeds hand it cache events, and the exchange reports progress through its charge.
 """
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from penstock.engine.options import converted
 from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
 from penstock.router.placement.index import KeySpace, PromptKeys
 from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, PredictionTotals, ReplicaLoad
+
+log = logging.getLogger("penstock.router")
 
 GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
 NO_NAMES: frozenset[str] = frozenset()
@@ -42,6 +45,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
     num_tokens: int
     spaces: tuple[tuple[KeySpace, PromptKeys], ...]
+    has_ids: bool = True  # False: its bytes stand for token ids, which are unknown
 
 
 class PlacedReplica(NamedTuple):
@@ -102,14 +106,14 @@ class Placement:
 
     # -- a request -----------------------------------------------------------------------------------------
 
-    def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
+    def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None, has_ids: bool = True) -> Prompt:
         """Hash a prompt (bytes or a buffer of little-endian int32). Any thread may call this; the GIL is released."""
         raw = tokens if type(tokens) is bytes else bytes(memoryview(tokens).cast("B"))
         found = []
         for space in self._spaces:
             root = _root(space, adapter) if salt is None else space.root(salt, adapter)
             found.append((space, PromptKeys.of(raw, space, root)))
-        return Prompt(len(raw) // 4, tuple(found))
+        return Prompt(len(raw) // 4, tuple(found), has_ids)
 
     def choose(
         self,
@@ -128,6 +132,7 @@ class Placement:
         if row < 0:
             return None
         replica = self._rows[row]
+        self._count_unmatched(prompt, replica)
         if session is not None:
             self._remember(session, replica.name)
         cached, backlog, ttft = self.loads.prediction(row)
@@ -193,6 +198,21 @@ class Placement:
             if space in self._spaces:  # otherwise the last replica of this key space has left
                 index = self._spaces.index(space)
                 self.caches.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
+
+    def _count_unmatched(self, prompt: Prompt | None, replica: PlacedReplica) -> None:
+        """Count a choice to which no cache contributed, by its reason."""
+        if prompt is None:
+            self.totals.no_prompt_decisions_total += 1
+        elif not prompt.has_ids and not replica.cache.is_estimated:
+            if not self.totals.no_ids_decisions_total:
+                log.warning(
+                    "%s: a request was placed by load alone, as its token ids are unknown here and the replica reports "
+                    "blocks of token ids; check --tokenizer and the route (further ones are only counted)",
+                    replica.name,
+                )
+            self.totals.no_ids_decisions_total += 1
+        elif not self.loads.cached.any():
+            self.totals.no_match_decisions_total += 1
 
     def _remember(self, session: str, name: str) -> None:
         self._sessions[session] = name

@@ -149,7 +149,8 @@ class PromptReader:
         ids = self.ids(path, body, parsed) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
             text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])
-            return Routable(placement.prepare(text, parsed.cache_salt, adapter), len(text) // BYTES_PER_TOKEN)
+            prompt = placement.prepare(text, parsed.cache_salt, adapter, has_ids=False)
+            return Routable(prompt, len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, parsed.cache_salt, adapter)
         form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
         return Routable(prompt, len(ids.packed) // 4, form, self.digest, ids.fields)

@@ -30,6 +30,20 @@ def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one() -
     assert cached(placement, prompt) == {"r0": 0}
 
 
+def test_placements_without_a_match_are_counted_by_reason_and_unknown_ids_are_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    placement, _ = fleet(1)
+    live(placement, "r0", ids(1))
+    text = placement.prepare(b"Hello, who are you?" * 20, has_ids=False)
+    for prompt in (placement.prepare(ids(1)), placement.prepare(ids(2)), text, None, text):
+        placement.choose(prompt, num_tokens=160, expects=False)
+    metrics = placement.metrics()
+    counts = [metrics[f"{each}decisions_total"] for each in ("", "no_match_", "no_ids_", "no_prompt_")]
+    assert counts == [5, 1, 2, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "--tokenizer" in caplog.text
+
+
 def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_events() -> None:
     placement, clock = fleet(1)
     live(placement, "r0")
