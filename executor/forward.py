@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.executor.models.moe import recorded_choices
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import Admission, ExecutorConfig, ExecutorError, ModelInfo, Row, Sampling, Step
 from penstock.executor.ranks.rank import Rank, choose_device
@@ -53,6 +54,22 @@ class Forward:
             return token_logprobs(logits[: len(chosen)], chosen, 0)[1][:, 0]
 
         return self._compute(sequences, of_following)
+
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the experts that the routers choose for every token: one int16 tensor [length, layers, experts per
+        token] per sequence. ValueError if the model has no experts."""
+        layers, size = self._rank.runner.experts, self.info.max_num_batched_tokens
+        if not layers:
+            raise ValueError(f"{self.info.architecture} has no experts")
+        found = []
+        for index, sequence in enumerate(sequences):
+            tokens, parts = self._checked(index, sequence), []
+            for start in range(0, len(tokens), size):
+                with recorded_choices(layers) as chosen:
+                    self._rank.runner.hidden(self._step([tokens], start))
+                parts.append(torch.stack(chosen, 1).to(torch.int16))
+            found.append(torch.cat(parts))
+        return found
 
     def update_weights(self, weights: "str | os.PathLike[str] | Mapping[str, Any]") -> None:
         """Replace the weights, given as for `LLM.update_weights`."""

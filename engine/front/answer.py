@@ -16,7 +16,7 @@ from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.stop_strings import StopStrings
-from penstock.executor.protocol import TokenLogprobs
+from penstock.executor.protocol import RoutedExperts, TokenLogprobs, join_routed
 
 
 class Update(msgspec.Struct):
@@ -31,6 +31,7 @@ class Update(msgspec.Struct):
     error: str | None = None
     is_refusal: bool = False  # with an error: the request itself is invalid
     versions: list[int] = []  # weights version of each token; []: the initial weights
+    routed: RoutedExperts | None = None  # as in `Output`
     arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
@@ -49,6 +50,7 @@ def joined(updates: Sequence[Update]) -> Update:
         versions=[each for update in updates for each in update.versions or [0] * len(update.token_ids)]
         if has_versions
         else [],
+        routed=join_routed([update.routed for update in updates if update.routed is not None]),
     )
 
 
@@ -96,7 +98,7 @@ class Choice:
         num_taken = len(output.tokens)
         if self._stream is not None:
             update.text, num_taken = self._text(self._stream, output)
-        update.token_ids = output.tokens[:num_taken]
+        update.token_ids, update.routed = output.tokens[:num_taken], output.routed
         self._num_tokens += num_taken
         if output.logprobs is not None:
             update.logprobs = output.logprobs[:num_taken]

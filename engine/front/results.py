@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from penstock.engine.front.answer import Answer, RequestMetrics, Update
 from penstock.engine.messages import FinishReason
@@ -47,6 +48,8 @@ class CompletionOutput(msgspec.Struct):
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
     weights_versions: list[int] | None = None  # weights version of each token; None before any update
+    # [prompt and token_ids without the last, layers, experts per token] int16, with `return_training_data`
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -134,7 +137,10 @@ def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
 
 
 def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
-    entries = update.logprobs
+    entries, routed = update.logprobs, update.routed
+    experts = None
+    if routed is not None:
+        experts = np.frombuffer(bytearray(routed.ids), "<i2").reshape(-1, routed.layers, routed.top_k)
     return CompletionOutput(
         index=update.index,
         text=update.text,
@@ -144,4 +150,5 @@ def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
         logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
         cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
         weights_versions=update.versions or None,
+        routed_experts=experts,
     )

@@ -4,6 +4,7 @@ The `Reply` of each endpoint formats the choices.
 """
 
 import asyncio
+import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -94,10 +95,18 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
 
 
 def token_fields(request: GenerateRequest, update: Update) -> Json:
-    """Return the token ids of a choice if the client wants them, and their weights versions after an update of them."""
+    """Return the token ids of a choice if the client wants them, their weights versions after an update of them, and the
+    experts of a model that has some."""
     if not request.return_token_ids:
         return {}
-    return {"token_ids": update.token_ids, **({"weights_versions": update.versions} if update.versions else {})}
+    fields: Json = {"token_ids": update.token_ids}
+    if update.versions:
+        fields["weights_versions"] = update.versions
+    if (routed := update.routed) is not None:
+        positions = len(routed.ids) // (2 * routed.layers * routed.top_k)
+        data = base64.b64encode(routed.ids).decode()
+        fields["routed_experts"] = {"shape": [positions, routed.layers, routed.top_k], "dtype": "int16", "data": data}
+    return fields
 
 
 def usage(answers: Sequence[Answer], num_tokens: int | None = None, explains: bool | None = False) -> Json:

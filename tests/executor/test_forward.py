@@ -20,7 +20,7 @@ from tests.executor.test_updates import changed, named
 from tests.support.checkpoints import executor_of
 from tests.support.default_file import default_file
 from tests.support.driver import Driver
-from tests.support.refusals import hardest_rows
+from tests.support.refusals import hardest, hardest_rows
 from tests.support.small_models import folder
 
 RNG = random.Random(5)
@@ -92,6 +92,37 @@ def test_a_request_goes_on_with_the_same_bits_after_a_preemption(case: str, dtyp
     driver.generate(victim, count=9)
     driver.readmit(victim, slot=9)
     assert driver.trace(victim, other, count=20) == expected[9:]
+
+
+@pytest.mark.parametrize("case", hardest(["qwen3-moe", "deepseek-v3", "gemma4-moe"], "deepseek-v3"))
+def test_training_data_have_the_experts_and_logprobs_of_the_function(case: str) -> None:
+    """In chunks, after a preemption and beside requests without; a repeated prompt is computed anew."""
+    path, options = str(folder(case)), {**OPTIONS, "dtype": "float32"}
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, temperature=1.0, return_training_data=True)
+    forward = open_forward(path, **options)
+    few = {"max_model_len": 144, "max_num_batched_tokens": 19, "max_num_seqs": 4}
+    few |= {"kv_cache_bytes": 30 * forward.info.block_bytes}
+    with LLM(path, skip_tokenizer=True, **options | few) as llm:
+        others = [params, SamplingParams(max_tokens=20), params, params, params, params]
+        results = llm.generate([PROMPTS[0], PROMPTS[1], PROMPTS[0], *PROMPTS[2:5]], others, use_tqdm=False)
+    assert sum(result.metrics.num_preemptions for result in results) > 0
+    assert results.pop(1).outputs[0].routed_experts is None
+    sequences = [sequence(result) for result in results]
+    found = forward.logprobs(sequences)
+    for result, ids, values, experts in zip(results, sequences, found, forward.routed_experts(sequences), strict=True):
+        assert values[len(result.prompt_token_ids) - 1 :].tolist() == sampled(result)
+        routed = result.outputs[0].routed_experts
+        assert routed is not None and len(routed) == len(ids) - 1 and result.num_cached_tokens == 0
+        assert torch.equal(torch.from_numpy(routed), experts[:-1])
+
+
+def test_a_model_without_experts_has_training_data_without_them() -> None:
+    path = str(folder("llama-wide"))
+    with LLM(path, skip_tokenizer=True, **OPTIONS) as llm:
+        (result,) = llm.generate([PROMPTS[0]], SamplingParams(return_training_data=True), use_tqdm=False)
+    assert result.outputs[0].routed_experts is None and len(sampled(result)) == 16
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+        open_forward(path, **OPTIONS).routed_experts([PROMPTS[0]])
 
 
 def test_what_asks_for_it_changes_nothing_on_a_cpu() -> None:

@@ -127,7 +127,7 @@ class ChosenTool(Strict, frozen=True):
     name: str
 
 
-@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
+@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs", "return_training_data"))
 class ResponsesRequest(PromptRequest, kw_only=True):
     """POST /v1/responses"""
 
@@ -163,6 +163,7 @@ NOT_SERVED = UNSERVED | {
     "logprobs": Unserved("only completions and chats show them", (False,)),
     "top_logprobs": Unserved("only completions and chats show them", (0,)),
     "prompt_logprobs": Unserved("only completions and chats show them"),
+    "return_training_data": Unserved("only completions and chats show it", (False,)),
     "prompt": Unserved("no prompts are kept here; send instructions and input"),
     "context_management": Unserved("nothing is compacted here; send fewer items", ([],)),
     "truncation": Unserved("no turns are dropped here; send fewer items", ("disabled",)),
