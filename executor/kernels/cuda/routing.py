@@ -241,7 +241,7 @@ def _scatter_entries(
     tiles = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
     place = (ends - tiles) * ROWS + before  # position of each slot's next entry
-    for start in range(0, CHUNK, PART):
+    for start in range(0, tl.minimum(CHUNK, entries - chunk * CHUNK), PART):
         entry = chunk * CHUNK + start + tl.arange(0, PART)
         slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
         is_slot = (slot[:, None] == bins[None, :]).to(tl.int32)
