@@ -132,14 +132,15 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
 KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
-@matrix("kept, is_tied", KEPT, (False, True), hardest=[(KEPT[0], False), (KEPT[2], True)])
+@matrix("kept, shape", KEPT, ("flat", "tied", "steep"), hardest=[(KEPT[0], "steep"), (KEPT[2], "tied")])
 def test_thresholds_below_what_the_parts_list_are_found_in_the_row(
-    device: torch.device, kept: tuple[float, float, int, float], is_tied: bool
+    device: torch.device, kept: tuple[float, float, int, float], shape: str
 ) -> None:
-    """Flat rows, whose nuclei are most of the vocabulary, and more equal logits than a list takes."""
-    rows, vocab = 2, 2 * sampling.PART.value
+    """Flat rows, whose nuclei are most of the vocabulary, more equal logits than a list takes, and steep rows, of whose
+    nuclei the lists hold the larger part."""
+    rows, vocab = 4, 2 * sampling.PART.value
     flat = 0.1 * random(rows, vocab)
-    logits = (torch.where(flat > 0, 1.0, 0.0) if is_tied else flat).to(device)
+    logits = {"flat": flat, "tied": torch.where(flat > 0, 1.0, 0.0), "steep": 20 * flat}[shape].to(device)
     given = options([kept] * rows, device)
     tokens, _ = sampling.choose(logits, *given)
     assert torch.equal(tokens, sampling_twin.choose(logits, *given)[0])
