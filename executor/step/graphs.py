@@ -192,9 +192,7 @@ class ChunkGraphs:
             self._inputs.send_padded(Layout([]), self._rows(tokens), tokens)
             self._captured[tokens, False] = self._capture(tokens, None)
             if self._adapters is not None:
-                most_tiles = tokens // ROWS + self._rows(
-                    tokens
-                )  # each row may begin a tile, and have one that is not full
+                most_tiles = tokens // ROWS + self._rows(tokens)  # the last tile of each row may be partly filled
                 self._captured[tokens, True] = self._capture(tokens, self._adapters.in_graph(most_tiles))
 
     def takes(self, layout: Layout) -> bool:

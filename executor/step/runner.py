@@ -319,10 +319,9 @@ class ModelRunner:
 
 
 def _join_choices(chosen: list[torch.Tensor], wanted: np.ndarray) -> torch.Tensor:
-    """Return the experts of the wanted tokens, [W, layers, k] int16. The last layer computed only those tokens."""
-    last = chosen[-1]
-    index = torch.from_numpy(wanted).to(last.device)
-    return torch.stack([each if len(each) == len(last) else each[index] for each in chosen], 1).to(torch.int16)
+    """Return the experts of the wanted tokens, [W, layers, k] int16. The model's last layer computes only those."""
+    index = send(wanted, chosen[0].device)
+    return torch.stack([each if len(each) == len(wanted) else each[index] for each in chosen], 1).to(torch.int16)
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:

@@ -94,7 +94,7 @@ def test_a_request_goes_on_with_the_same_bits_after_a_preemption(case: str, dtyp
     assert driver.trace(victim, other, count=20) == expected[9:]
 
 
-@pytest.mark.parametrize("case", hardest(["qwen3-moe", "deepseek-v3", "gemma4-moe"], "deepseek-v3"))
+@pytest.mark.parametrize("case", hardest(["qwen3-moe", "deepseek-v3", "gemma4-moe", "ernie4.5-moe"], "ernie4.5-moe"))
 def test_training_data_have_the_experts_and_logprobs_of_the_function(case: str) -> None:
     """In chunks, after a preemption and beside requests without; a repeated prompt is computed anew."""
     path, options = str(folder(case)), {**OPTIONS, "dtype": "float32"}
