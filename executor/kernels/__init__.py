@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.kernels.state import StateLayout
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
@@ -140,6 +140,24 @@ class Ops(Protocol):
         appended to each token's choice, numbered from `num_experts` on, with the gate's weight, or 1 without a gate.
         """
 
+    # Recurrent layers read each row's state from, and write it to, the pages in the batch's `StateBatch`. Unit 0 of a
+    # layer holds the last inputs of its convolution, and each further unit one head's S.
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+    ) -> Tensor:
+        """Convolve each channel with its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. The state
+        keeps the last taps - 1 inputs, in the dtype of x."""
+
+    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+        """Apply the gated delta rule -> [T, values], with q and k normalized and q scaled by key_dim^-1/2:
+
+        S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
+
+        where S [key_dim, value_dim] is float32. For Mamba 2, with unchanged q and k:
+
+        S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
+
     @property
     def expanded_attention(self) -> "ExpandedAttention | None":
         """Attention over latents expanded to keys and values; None if there is only `latent_attention`."""
@@ -147,10 +165,6 @@ class Ops(Protocol):
     @property
     def fused_experts(self) -> "FusedExperts | None":
         """A kernel for all experts of a layer; None: the experts are computed one by one."""
-
-    @property
-    def recurrent(self) -> RecurrentOps:
-        """The operations of layers that keep a state instead of keys and values."""
 
     @property
     def has_packed(self) -> bool:

@@ -82,7 +82,8 @@ class CpuOps:
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self.dtype, self.cpu = dtype, cpu
         self._lib: Any = _csrc.lib
-        self.recurrent = CpuRecurrent(dtype, cpu)
+        recurrent = CpuRecurrent(dtype, cpu)
+        self.convolve, self.delta_rule = recurrent.convolve, recurrent.delta_rule
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)  # contiguous also where x is a slice of wider rows

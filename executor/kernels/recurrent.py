@@ -1,7 +1,7 @@
 """The operations of layers with a recurrent state: a short convolution, and the gated delta rule or Mamba 2.
 `CpuRecurrent` computes them in C (csrc/cpu_recurrent.h)."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,28 +47,8 @@ class DeltaInputs(NamedTuple):
     gates: Tensor  # [T, 2 value heads]: b, then a; for Mamba 2 only a
 
 
-class RecurrentOps(Protocol):
-    """Operations that read each row's state from, and write it to, the pages in the batch's `StateBatch`. Unit 0 of a
-    layer holds the last inputs of its convolution, and each further unit one head's S."""
-
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
-    ) -> Tensor:
-        """Convolve each channel with its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. The state
-        keeps the last taps - 1 inputs, in the dtype of x."""
-
-    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        """Apply the gated delta rule -> [T, values], with q and k normalized and q scaled by key_dim^-1/2:
-
-        S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
-
-        where S [key_dim, value_dim] is float32. For Mamba 2, with unchanged q and k:
-
-        S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
-
-
 class CpuRecurrent:
-    """The operations on a CPU. A token's results are bit-identical in chunks of any size."""
+    """These operations of `Ops` on a CPU. A token's results are bit-identical in chunks of any size."""
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self._dtype, self._cpu = dtype, cpu

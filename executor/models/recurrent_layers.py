@@ -16,7 +16,7 @@ from penstock.executor.protocol import ExecutorError
 
 class DeltaNet:
     def __init__(self, spec: DecoderSpec, delta: DeltaSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, hidden, num = ops.recurrent, spec.hidden_size, delta.value_heads
+        self._ops, hidden, num = ops, spec.hidden_size, delta.value_heads
         prefix = f"model.layers.{index}.linear_attn."
         norm = weights.norm(f"{prefix}norm.weight", delta.value_dim)
         heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
@@ -43,14 +43,14 @@ class DeltaNet:
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
         (gates, taps, heads), made = self.layer, self.input(hidden)
-        qkv = self._recurrent.convolve(made[:, : self._channels], taps, None, states, batch, True)
+        qkv = self._ops.convolve(made[:, : self._channels], taps, None, states, batch, True)
         inputs = DeltaInputs(qkv, made[:, self._channels :], gates(hidden))
-        return self._recurrent.delta_rule(inputs, heads, states, batch)
+        return self._ops.delta_rule(inputs, heads, states, batch)
 
 
 class Mamba:
     def __init__(self, spec: DecoderSpec, mamba: MambaSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, num, groups = ops.recurrent, mamba.value_heads, mamba.key_heads
+        self._ops, num, groups = ops, mamba.value_heads, mamba.key_heads
         prefix = f"model.layers.{index}.mamba."
         skip = weights.float32(f"{prefix}D", (num,), "rows")
         self.heads = _read_heads(prefix, mamba, weights, None, mamba.norm_eps, skip)
@@ -70,8 +70,8 @@ class Mamba:
         """[T, hidden] -> [T, values]"""
         heads = self.heads
         qkv, z, gates = self._input(hidden).split((self._taps.shape[1], heads.values, heads.value_heads), 1)
-        qkv = self._recurrent.convolve(qkv, self._taps, self._bias, states, batch, True)
-        return self._norm(self._recurrent.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
+        qkv = self._ops.convolve(qkv, self._taps, self._bias, states, batch, True)
+        return self._norm(self._ops.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
 
 
 class _GroupNorm:
@@ -97,7 +97,7 @@ class _GroupNorm:
 
 class ShortConv:
     def __init__(self, spec: DecoderSpec, conv: ConvSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, width = ops.recurrent, spec.hidden_size
+        self._ops, width = ops, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
         names, units = (f"{prefix}in_proj",), ((width,) * 3,)
         self._input = weights.linear(names, (3 * width,), width, conv.bias, "rows", units)
@@ -109,7 +109,7 @@ class ShortConv:
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, channels]"""
         before, after, x = self._input(hidden).chunk(3, dim=1)
-        return after * self._recurrent.convolve(before * x, self._taps, self._bias, states, batch, False)
+        return after * self._ops.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 
 def state_of(
