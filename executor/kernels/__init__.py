@@ -22,6 +22,7 @@ FIXED_ON = "8.x, 9.0 or 12.x"  # on these capabilities, tensor cores use the sam
 Pages = tuple[Tensor, Tensor]  # keys and values of one layer, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
+IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 
 
 class ScoreExtras(NamedTuple):
@@ -252,12 +253,10 @@ class SamplingOps(Protocol):
         too. If the largest logit is not finite, the token is 0.
         """
 
-    def penalize(
-        self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor
-    ) -> None:
+    def penalize(self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
         """Penalize rows [P] of logits [R, at least V] in place, for earlier tokens of the requests in slots [P].
 
-        counts [slots, V] int32: how often each token was sampled, with the bit `in_prompt` set if the prompt contains
+        counts [slots, V] int32: how often each token was sampled, with the bit IN_PROMPT set if the prompt contains
         it. coefficients [P, 3] float32: the repetition, frequency and presence penalties.
         """
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.kernels import SamplingOps
+from penstock.executor.kernels import IN_PROMPT, SamplingOps
 from penstock.executor.protocol import Sampling, is_penalized
 from penstock.executor.staging import send, send_list
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
-_IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -73,7 +72,7 @@ class TokenCounts:
         counts, sampled = self.counts[slot], ids[num_prompt:]
         counts.zero_()
         counts.index_add_(0, sampled, torch.ones_like(sampled))
-        counts[ids[:num_prompt].long()] |= _IN_PROMPT
+        counts[ids[:num_prompt].long()] |= IN_PROMPT
 
     def extend(self, slot: int, tokens: tuple[int, ...]) -> None:
         """Add tokens that count like sampled ones."""
@@ -121,7 +120,7 @@ class Edits:
         if self._biased is not None:
             flat.index_add_(0, self._biased, self._biases)
         if self._penalized and ops is not None:
-            ops.penalize(logits, self._penalized_rows, self._slots, seen.counts, _IN_PROMPT, self._coefficients)
+            ops.penalize(logits, self._penalized_rows, self._slots, seen.counts, self._coefficients)
         elif self._penalized:
             self._penalize(logits, seen)
 
@@ -136,7 +135,7 @@ class Edits:
         for row, slot, (repetition, frequency, presence) in zip(self._penalized, slots, self._penalties, strict=True):
             counts, own = seen.counts[slot].numpy(), logits[row].numpy()
             ids = np.flatnonzero(counts)
-            sampled = (counts[ids] & (_IN_PROMPT - 1)).astype(np.float32)
+            sampled = (counts[ids] & (IN_PROMPT - 1)).astype(np.float32)
             values = np.where(own[ids] > 0, own[ids] / repetition, own[ids] * repetition)
             own[ids] = values - frequency * sampled - presence * sampled.clip(max=1)
 

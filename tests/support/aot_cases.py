@@ -220,7 +220,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
     for rows in (logits, edited):
         SAMPLING_OPS.choose(rows, floats, floats, ints.int(), floats, ints, ints)
     counts = torch.zeros(2, vocab_size, dtype=torch.int32)
-    SAMPLING_OPS.penalize(edited, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
+    SAMPLING_OPS.penalize(edited, ints, ints, counts, torch.zeros(2, 3))
     SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
 
 

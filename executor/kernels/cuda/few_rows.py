@@ -61,8 +61,7 @@ def _multiply(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None, activ
     tile = few_rows_tile(width)
     _few_rows[(triton.cdiv(width, tile.columns),)](
         *(update, residual, norm, weight, update if bias is None else bias, total, out),
-        rows,
-        eps,
+        *(rows, eps),
         K=depth,
         WIDTH=width,
         ACTIVATION=activation,

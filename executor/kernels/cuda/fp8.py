@@ -30,10 +30,7 @@ def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
     values, scales = make_quantized(len(x), width, x.device)
     grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
     _quantize_rows[grid](
-        x,
-        values,
-        scales,
-        scales.stride(1),
+        *(x, values, scales, scales.stride(1)),
         STRIDE=x.stride(0),
         WIDTH=width,
         GATED=is_gated,
@@ -48,11 +45,8 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
     values, scales = make_quantized(rows, width, x.device)
     total = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = power_of_2(width)
-    pointers = x, residual, weight, values
-    numbers = scales, total, scales.stride(1), eps
     _norm_quantize[(rows,)](
-        *pointers,
-        *numbers,
+        *(x, residual, weight, values, scales, total, scales.stride(1), eps),
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,

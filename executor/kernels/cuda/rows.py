@@ -45,11 +45,9 @@ def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
         return
     block = power_of_2(width)
     together = max(1, NORM_BLOCK // block)
-    pointers = x, residual, weight, y, total
     _norm[(triton.cdiv(rows, together),)](
-        *pointers,
-        rows,
-        eps,
+        *(x, residual, weight, y, total),
+        *(rows, eps),
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
@@ -67,9 +65,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         tile = gate_tile(width)
         _gate_rows[(triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns))](
-            gate_up,
-            out,
-            rows,
+            *(gate_up, out, rows),
             WIDTH=width,
             ACTIVATION=activation,
             **tile.constants(),
