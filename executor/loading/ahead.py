@@ -51,15 +51,15 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
 def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
     """Tell whether C computes the tensor as it is stored: not the joined experts of a layer, nor query and key weights,
     whose rows llama.cpp may have permuted."""
-    return bool(entry.type.codes and len(entry.shape) == 2 and not name.endswith(("attn_q.weight", "attn_k.weight")))
+    is_matrix = entry.type.is_quantized and len(entry.shape) == 2
+    return is_matrix and not name.endswith(("attn_q.weight", "attn_k.weight"))
 
 
 def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: threading.Event) -> None:
     columns = _lib.penstock_coded_columns(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()))
     while not is_over.is_set() and (turn := next(turns, None)):
         name, entry = turn
-        assert entry.type.codes is not None
-        kind, (rows, depth) = entry.type.codes.number, entry.shape
+        kind, (rows, depth) = entry.type.number, entry.shape
         try:
             panels = allocate(_lib.penstock_code_bytes(kind, rows, depth, columns))
         except OSError:  # the loader will report what the memory does not suffice for
