@@ -1,5 +1,5 @@
-"""The operations of layers with a recurrent state: a short convolution, and the gated delta rule or Mamba 2.
-`CpuRecurrent` computes them in C (csrc/cpu_recurrent.h)."""
+"""The heads and inputs of layers with a recurrent state (the gated delta rule or Mamba 2), and their form in C
+(csrc/cpu_recurrent.h)."""
 
 from typing import Any, NamedTuple
 
@@ -45,38 +45,6 @@ class DeltaInputs(NamedTuple):
     qkv: Tensor  # [T, 2 keys + values], after the convolution
     z: Tensor  # [T, values]
     gates: Tensor  # [T, 2 value heads]: b, then a; for Mamba 2 only a
-
-
-class CpuRecurrent:
-    """These operations of `Ops` on a CPU. A token's results are bit-identical in chunks of any size."""
-
-    def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
-        self._dtype, self._cpu = dtype, cpu
-        self._lib: Any = _csrc.lib
-
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
-    ) -> Tensor:
-        assert x.dtype is self._dtype and x.stride(1) == 1
-        check_taps(weight, states, self._dtype)
-        taps, channels = weight.shape
-        y = torch.empty((len(x), channels), dtype=self._dtype)
-        tensors = (0 if each is None else each.data_ptr() for each in (x, weight, bias, y))
-        located = describe_states(states, batch)
-        self._lib.penstock_convolve(self._cpu, [(located, *tensors, x.stride(0), channels, taps, has_silu)])
-        return y
-
-    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
-        check_heads(heads, states)
-        delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
-        located = describe_states(states, batch)  # this name keeps the struct alive
-        delta.out, delta.states = out.data_ptr(), located
-        for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
-            setattr(delta, name, part.data_ptr())
-            setattr(delta, f"{name}_stride", part.stride(0))
-        self._lib.penstock_delta_rule(self._cpu, delta)
-        return out
 
 
 def describe_heads(heads: DeltaHeads) -> Any:
