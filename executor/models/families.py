@@ -244,9 +244,9 @@ def _opt_arrangement(num_layers: int, has_norms_before: bool) -> Arrangement:
     return Arrangement((*norms, *others, (".fc1.", ".mlp.up_proj."), (".fc2.", ".mlp.down_proj.")))
 
 
-def attention_biases(fields: Fields) -> dict[str, Any]:
+def attention_biases(fields: Fields, default: bool = False) -> dict[str, Any]:
     """Return the biases of families in which all attention projections have a bias, or none."""
-    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", False))
+    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", default))
 
 
 def spec_of(

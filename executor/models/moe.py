@@ -18,7 +18,7 @@ from penstock.executor.kernels import FusedExperts, Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Weight, stack, stack_tensors
-from penstock.executor.models.mlp import Mlp, projections
+from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.moe_spec import MoeSpec
@@ -48,7 +48,7 @@ class MoeMlp:
         self._choose = ops.choose_experts
         shared = None
         if moe.shared_size:
-            shared = Mlp(spec, moe.shared_size, projections(f"{prefix}{moe.shared_name}."), weights, ops)
+            shared = Mlp(spec, moe.shared_size, f"{prefix}{moe.shared_name}.", weights, ops)
         layer = sum(before.moe is not None for before in spec.layers[:index])
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared
@@ -127,28 +127,26 @@ class Experts:
             self._first, end = weights.group.share(self._num_slots)
             held = placed[self._first : end]
             self._table = SlotTable(weights.placement, layer)
-        self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
+        size, is_split = moe.intermediate_size, weights.placement is None
+        self.slots = [
+            Mlp(spec, size, f"{prefix}experts.{expert}.", weights, ops, moe.projections, is_split) for expert in held
+        ]
         self._activation = spec.activation
         # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
         always = None if weights.placement is not None or weights.has_adapters else shared
         self._fused, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
-            shape = (moe.intermediate_size, spec.hidden_size)
-            names = moe.names(f"{prefix}experts.{expert}.")
-            for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
-                weights.pass_over(f"{name}.weight", of)
+            shape = (size, spec.hidden_size)
+            for name, of in zip(moe.projections, (shape, shape, shape[::-1]), strict=True):
+                weights.pass_over(f"{prefix}experts.{expert}.{name}.weight", of)
                 if spec.mlp_bias:
-                    weights.pass_over(f"{name}.bias", of[:1])
+                    weights.pass_over(f"{prefix}experts.{expert}.{name}.bias", of[:1])
 
     @property
     def is_fused(self) -> bool:
         """True if one call computes all experts. If not, the host waits for the number of tokens of each expert."""
         return self._fused is not None
-
-    def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
-        names = moe.names(f"{prefix}experts.{expert}.")
-        return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
 
     def replace(self, plan: Plan, layer: int) -> None:
         """Use another plan from the next step on. Its experts must already be in the slots."""
