@@ -25,7 +25,6 @@ PAGE = mmap.PAGESIZE
 # The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, times up to eight positions per row with draft tokens.
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_READERS = 256  # several per GPU of the largest existing node
-MAX_SLOTS = 4096
 NUM_SPILLS = 2  # so that a large message can be written while the previous one is still being read
 SPILL_KEEP_BYTES = 64 << 20  # kept of each spill area; the mask of 1,024 rows of 152k tokens takes 19.4 MB
 
