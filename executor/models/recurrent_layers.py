@@ -11,7 +11,7 @@ from penstock.executor.kernels.cpu_layers import DeltaLayer
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Units, Weights
-from penstock.executor.protocol import ExecutorError
+from penstock.executor.parallel import divide
 
 
 class DeltaNet:
@@ -122,7 +122,7 @@ def state_of(
         channels = 2 * key_heads * recurrent.key_dim + heads * recurrent.value_dim
         matrix = recurrent.key_dim * recurrent.value_dim * torch.float32.itemsize
     else:
-        channels = _shared_out(spec.hidden_size, world, "channels of short convolutions (hidden_size)")
+        channels = divide(spec.hidden_size, world, "channels of short convolutions (hidden_size)")
     return 1 + heads, max(matrix, (recurrent.taps - 1) * channels * dtype.itemsize, 1)
 
 
@@ -142,18 +142,12 @@ def _read_heads(
 def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
     """Return a rank's number of key heads and of value heads; all key heads have the same number of value heads."""
     if isinstance(delta, MambaSpec):
-        groups, heads = delta.key_heads, _shared_out(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
+        groups, heads = delta.key_heads, divide(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
         if world % groups:  # otherwise several ranks share a group
-            _shared_out(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
+            divide(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
         return max(1, groups // world), heads
-    key_heads = _shared_out(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
+    key_heads = divide(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
     return key_heads, delta.value_heads // world
-
-
-def _shared_out(count: int, world: int, what: str) -> int:
-    if count % world:
-        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {count} {what}")
-    return count // world
 
 
 def _taps(weights: Weights, name: str, channels: int, taps: int, units: Units) -> Tensor:
