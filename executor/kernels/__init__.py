@@ -89,6 +89,11 @@ Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first pr
 class Ops(Protocol):
     """The operations of a model. Norm weights are always float32; q, k and v may be views of one tensor."""
 
+    max_normed_rows: int  # the most `NormedRows` that products take; 0: products need inputs that are already normed
+    # If True, products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights are
+    # dequantized at load time, or computed in C.
+    has_packed: bool
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]"""
 
@@ -107,10 +112,6 @@ class Ops(Protocol):
 
     def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: `linear` followed by `gate`"""
-
-    @property
-    def max_normed_rows(self) -> int:
-        """The largest number of `NormedRows` that products take; 0: products need inputs that are already normed."""
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if norm weights are given, rotate them, and write k and v
@@ -166,11 +167,6 @@ class Ops(Protocol):
     @property
     def fused_experts(self) -> "FusedExperts | None":
         """A kernel for all experts of a layer; None: the experts are computed one by one."""
-
-    @property
-    def has_packed(self) -> bool:
-        """True if products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights
-        are dequantized at load time, or computed in C."""
 
     @property
     def blocks(self) -> "BlockOps | None":

@@ -25,7 +25,7 @@ from tests.support.recurrent import Layer, States, batch_of
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
-INVARIANT = InvariantOps(has_eight_bits=True)
+INVARIANT = InvariantOps(fp8)
 LAYERS = 4
 
 

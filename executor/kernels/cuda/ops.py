@@ -73,9 +73,6 @@ class InvariantOps(CudaOps):
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
     delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
 
-    def __init__(self, has_eight_bits: bool) -> None:
-        super().__init__(fp8 if has_eight_bits else None)
-
     @staticmethod
     def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
         return rows.gate(linear_products.linear(x, numbers(weight), is_fixed=True), activation)
@@ -92,5 +89,5 @@ def choose_ops(card: Card, is_invariant: bool) -> Ops:
                 f"batch_invariant: given; it needs a GPU of compute capability {FIXED_ON}, and this one is of "
                 f"{'.'.join(map(str, card.capability))}"
             )
-        return InvariantOps(card.has_eight_bits)
+        return InvariantOps(fp8 if card.has_eight_bits else None)
     return OPS if card.has_eight_bits else CudaOps(blocks=None)
