@@ -34,6 +34,6 @@ def _types() -> dict[str, CodeType]:
 CODE_TYPES = _types()
 
 
-def is_computed() -> bool:
-    """Return whether this CPU has vector instructions for the codes; without them, float32 weights are faster."""
+def has_vectors() -> bool:
+    """Return whether this CPU has vector instructions (AVX2) for our products; without them, torch's are faster."""
     return bool(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()) > 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock import _csrc
 from penstock.cache.tiers.memory import address_of
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
 from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
@@ -29,7 +29,7 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
     """Pack weights in threads within the context. Yield None if the model is no GGUF file that a CPU runs quantized."""
     path = Path(config.model)
     is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
-    is_kept = config.dtype == "auto" and config.load_format != "dummy" and is_computed()
+    is_kept = config.dtype == "auto" and config.load_format != "dummy" and has_vectors()
     if not (is_cpu and is_kept and path.suffix == ".gguf" and path.is_file()):
         yield None
         return

@@ -265,7 +265,8 @@ class Weights:
         dim = 0 if split == "rows" else 1
         cuts = [part.narrow(dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)]
         if not part.is_numbers:  # weights sliced within a block or a group have been dequantized
-            self.made.count_widened(sum(cut.codes.numel() for cut in cuts if cut.is_numbers) * self.dtype.itemsize)
+            num_widened = sum(cut.codes.numel() for cut in cuts if cut.is_numbers)
+            self.made.add_bytes("widened", num_widened * self.dtype.itemsize)
         return cuts
 
 
