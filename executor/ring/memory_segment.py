@@ -51,10 +51,6 @@ class Owner(NamedTuple):
     pid: int
     start: int  # in clock ticks after boot, because process ids are reused
 
-    @classmethod
-    def of_this_process(cls) -> "Owner":
-        return cls(os.getpid(), _start_of(os.getpid()) or 0)
-
     @property
     def is_alive(self) -> bool:
         return _start_of(self.pid) == self.start
@@ -119,7 +115,7 @@ class Segment:
         """Make this process the owner of a line; return False if the line has or had an owner."""
         if lib.penstock_ring_change(self.lines, line, ABSENT, CLAIMED) != ABSENT:
             return False
-        self._line[line].pid, self._line[line].start = Owner.of_this_process()
+        self._line[line].pid, self._line[line].start = os.getpid(), _start_of(os.getpid()) or 0
         return bool(lib.penstock_ring_change(self.lines, line, CLAIMED, ATTACHED) == CLAIMED)
 
     def leave(self, line: int) -> None:

@@ -1,5 +1,7 @@
 """Quantizes rows to FP8, alone or as the end of a norm or of a gate, for products with block-scaled FP8 weights."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -17,16 +19,10 @@ LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BL
 GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
 
 
-def quantize(x: Tensor) -> Quantized:
-    return _quantize(x, x.shape[1], is_gated=False)
-
-
-def silu_mul_quantize(gate_up: Tensor) -> Quantized:
-    return _quantize(gate_up, gate_up.shape[1] // 2, is_gated=True)
-
-
-def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
+def quantize(x: Tensor, is_gated: bool = False) -> Quantized:
+    """Quantize x or, with `is_gated`, SiLU(first half of a row) * second half."""
     assert x.stride(1) == 1
+    width = x.shape[1] // 2 if is_gated else x.shape[1]
     values, scales = make_quantized(len(x), width, x.device)
     grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
     _quantize_rows[grid](
@@ -37,6 +33,9 @@ def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
         num_warps=4,
     )
     return values, scales
+
+
+silu_mul_quantize = partial(quantize, is_gated=True)
 
 
 def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:

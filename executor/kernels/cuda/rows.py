@@ -24,15 +24,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     assert x.dtype is residual.dtype and x.shape == residual.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y)
-    _launch_norm(x, residual, weight, y, total, eps, adds=True)
-    return y, total
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return add_rms_norm_to(NormedRows(x, residual, total, weight, eps)), total
 
 
 def add_rms_norm_to(rows: NormedRows) -> Tensor:
     """Return the normed sum, like `add_rms_norm`, and write the sum to `rows.total`."""
-    y = torch.empty_like(rows.update)
+    y = torch.empty_like(rows.total)
     _launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
     return y
 
