@@ -66,20 +66,11 @@ def check_heads(heads: DeltaHeads, states: StatePages) -> None:
 
 
 def describe_states(states: StatePages, batch: ForwardBatch) -> Any:
+    """Return a struct penstock_states, whose fields are given in their order (csrc/cpu_ops.cdef.h)."""
     assert batch.states is not None
     read, write, is_new = batch.states
     assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
     assert is_new.dtype is torch.bool and states.base.stride(1) == 1
-    given = {
-        "page_bytes": states.base.stride(0),
-        "unit_bytes": states.unit_bytes,
-        "first_unit": states.first_unit,
-        "units_per_page": states.units_per_page,
-        "pages": read.shape[1],
-        "rows": len(read),
-    }
-    names = "base", "query_starts", "read", "write", "is_new"
     tensors = states.base, (batch.chains or batch).query_starts, read, write, is_new
-    return _csrc.ffi.new(
-        "struct penstock_states *", given | dict(zip(names, map(Tensor.data_ptr, tensors), strict=True))
-    )
+    sizes = states.base.stride(0), states.unit_bytes, states.first_unit, states.units_per_page, read.shape[1], len(read)
+    return _csrc.ffi.new("struct penstock_states *", (*map(Tensor.data_ptr, tensors), *sizes))

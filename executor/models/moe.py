@@ -5,6 +5,8 @@ experts (`--enable-expert-parallel`): every rank has some whole experts, and com
 Either way every rank receives all tokens, and the layer's one all-reduce sums the partial results.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import FusedExperts, Ops, Rows
+from penstock.executor.kernels import Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Weight, stack, stack_tensors
@@ -160,8 +162,7 @@ class Experts:
             self.counter.add(ids)
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
-            kernel, (gate_up, down), biases = self._fused
-            return kernel(hidden, slots, shares, gate_up, down, self._first, self._activation, added, biases)
+            return self._fused(hidden, slots, shares, first=self._first, activation=self._activation, added=added)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -177,16 +178,9 @@ class Experts:
         return total if added is None else total + added
 
 
-class Fused(NamedTuple):
-    """A kernel for all slots at once, with the stacked weights; the weights of the slots are views of these."""
-
-    kernel: FusedExperts
-    weights: tuple[Weight, Weight]
-    biases: tuple[Tensor | None, Tensor | None]
-
-
-def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
-    """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them."""
+def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Callable[..., Tensor] | None, int]:
+    """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them. The
+    kernel has the stacked weights; the weights of the slots become views of these."""
     layers = [mlp.gate_up for mlp in slots], [mlp.down for mlp in slots]
     kinds = [{linear.kind for linear in each} for each in layers]
     if ops.fused_experts is None or any(len(each) != 1 or None in each for each in kinds):
@@ -199,7 +193,7 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     )
     biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
     up_bias, down_bias = (stack_tensors(each) if each else None for each in biases)
-    return Fused(ops.fused_experts, (up, down), (up_bias, down_bias)), len(pieces)
+    return partial(ops.fused_experts, gate_up=up, down=down, biases=(up_bias, down_bias)), len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
