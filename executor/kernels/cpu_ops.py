@@ -66,14 +66,8 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
     names = levels()
     if level is not None and level not in names:
         raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
-    return _csrc.ffi.new(
-        "struct penstock_cpu *",
-        {
-            "level": names.index(level or names[-1]),
-            "num_threads": num_threads or torch.get_num_threads(),
-            "is_bfloat16": dtype is torch.bfloat16,
-        },
-    )
+    fields = names.index(level or names[-1]), num_threads or torch.get_num_threads(), dtype is torch.bfloat16
+    return _csrc.ffi.new("struct penstock_cpu *", fields)
 
 
 class CpuOps:

@@ -276,18 +276,14 @@ def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.
     if asked == "auto":
         return dtype
     if ops.blocks is None:
+        where = "the CPU"
+        if device.type == "cuda":
+            where = f"a GPU of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
         raise ExecutorError(
             f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
-            f"and the model is on {_describe(device)}"
+            f"and the model is on {where}"
         )
     return torch.float8_e4m3fn
-
-
-def _describe(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "the CPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"a GPU of {major}.{minor}"
 
 
 def _stored_dtype(fields: Fields, checkpoint: Checkpoint | None) -> str:

@@ -67,7 +67,7 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
     fields.fixed(scoring_func="softmax", norm_topk_prob=False)
     fields.only("topk_method", "greedy", "group_limited_greedy", default="greedy")
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
-    return _deepseek(fields, replace(_deepseek_moe(fields, is_grouped), renormalize=False))
+    return _deepseek(fields, _deepseek_moe(fields, is_grouped))
 
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
