@@ -1,4 +1,5 @@
-"""The GGML formats, by name, whose weights stay quantized for the kernels (csrc/codes.h). Imports no torch."""
+"""The storage formats of GGML, among them, by name, those whose weights stay quantized for the kernels (csrc/codes.h).
+Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +9,16 @@ _lib: Any = _csrc.lib
 
 
 class CodeType(NamedTuple):
-    """A GGML storage format: a row is stored in blocks of `block` values, each taking `size_bytes`."""
+    """A storage format: a row is stored in blocks of `block` values, each taking `size_bytes`."""
 
     name: str
-    number: int  # the index of the format in the C code
+    number: int  # the index of the format in the C code; -1: unquantized numbers
     block: int
     size_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.number >= 0
 
 
 def _types() -> dict[str, CodeType]:
@@ -29,6 +34,6 @@ def _types() -> dict[str, CodeType]:
 CODE_TYPES = _types()
 
 
-def is_computed() -> bool:
-    """Return whether this CPU has vector instructions for the codes; without them, float32 weights are faster."""
+def has_vectors() -> bool:
+    """Return whether this CPU has vector instructions (AVX2) for our products; without them, torch's are faster."""
     return bool(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()) > 0)

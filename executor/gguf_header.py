@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from penstock.executor.code_types import CODE_TYPES, CodeType
 from penstock.executor.protocol import ExecutorError
@@ -134,22 +134,11 @@ class GgufHeader:
         raise ExecutorError(f"{self.path}: {self.what}: {message}")
 
 
-class TensorType(NamedTuple):
-    """A storage format: rows are stored in blocks of `block` values, each taking `size_bytes`."""
-
-    name: str
-    block: int
-    size_bytes: int
-    codes: CodeType | None = None  # set for the quantized formats
-
-
 # GGML type number → format, for the types that can be read.
-TENSOR_TYPES = {0: TensorType("F32", 1, 4), 1: TensorType("F16", 1, 2), 30: TensorType("BF16", 1, 2)}
+TENSOR_TYPES = {0: CodeType("F32", -1, 1, 4), 1: CodeType("F16", -1, 1, 2), 30: CodeType("BF16", -1, 1, 2)}
 _NUMBERS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13}
 _NUMBERS |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
-for name, number in _NUMBERS.items():
-    kind = CODE_TYPES[name]
-    TENSOR_TYPES[number] = TensorType(name, kind.block, kind.size_bytes, kind)
+TENSOR_TYPES |= {number: CODE_TYPES[name] for name, number in _NUMBERS.items()}
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ class TensorEntry:
     """One tensor: `shape` is in row-major order (GGUF stores it reversed), `offset` counts from the file's start."""
 
     shape: tuple[int, ...]
-    type: TensorType
+    type: CodeType
     offset: int
     size_bytes: int
 

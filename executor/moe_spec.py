@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"  # of most MLPs: gate, up, down
+
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
@@ -23,8 +25,4 @@ class MoeSpec:
     is_beside: bool = False  # in addition to the dense MLP; the router then reads the residual stream
     block: str = "mlp"  # the name of the block in the layer
     router: str = "gate"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-    def names(self, prefix: str) -> tuple[str, str, str]:
-        gate, up, down = self.projections
-        return f"{prefix}{gate}", f"{prefix}{up}", f"{prefix}{down}"
+    projections: tuple[str, str, str] = PROJECTIONS

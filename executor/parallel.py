@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import AllgatherOptions
 
+from penstock.executor.protocol import ExecutorError
+
 
 class CollectiveError(RuntimeError):
     """A collective failed, most often because another rank has died; then the death of that rank is the cause."""
@@ -40,6 +42,13 @@ def share(units: int, rank: int, world: int) -> tuple[int, int]:
     """Return the rank's range [first, end) of an even split; with fewer units than ranks, several ranks hold one."""
     first = rank * units // world
     return first, max(first + 1, (rank + 1) * units // world)
+
+
+def divide(count: int, world: int, what: str) -> int:
+    """Return a rank's number of heads or channels; raise ExecutorError unless all ranks have equally many."""
+    if count % world:
+        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {count} {what}")
+    return count // world
 
 
 class RankGroup:

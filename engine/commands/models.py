@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 
 from penstock.executor.models.catalogue import FAMILIES
 
@@ -27,9 +28,8 @@ def table() -> list[dict[str, object]]:
     """Return a row per family."""
     rows: list[dict[str, object]] = []
     for family in FAMILIES:
-        row: dict[str, object] = family._asdict()
-        row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
-        rows.append(row | {"dtypes": DTYPES, "stored": STORED})
+        names = [f"{name}ForCausalLM" for name in family.architectures]
+        rows.append(asdict(family) | {"architectures": names, "dtypes": DTYPES, "stored": STORED})
     return rows
 
 

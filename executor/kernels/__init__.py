@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.recurrent import RecurrentOps
+from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.kernels.state import StateLayout
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
@@ -22,6 +22,7 @@ FIXED_ON = "8.x, 9.0 or 12.x"  # on these capabilities, tensor cores use the sam
 Pages = tuple[Tensor, Tensor]  # keys and values of one layer, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
+IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 
 
 class ScoreExtras(NamedTuple):
@@ -88,6 +89,11 @@ Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first pr
 class Ops(Protocol):
     """The operations of a model. Norm weights are always float32; q, k and v may be views of one tensor."""
 
+    max_normed_rows: int  # the most `NormedRows` that products take; 0: products need inputs that are already normed
+    # If True, products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights are
+    # dequantized at load time, or computed in C.
+    has_packed: bool
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]"""
 
@@ -106,10 +112,6 @@ class Ops(Protocol):
 
     def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: `linear` followed by `gate`"""
-
-    @property
-    def max_normed_rows(self) -> int:
-        """The largest number of `NormedRows` that products take; 0: products need inputs that are already normed."""
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if norm weights are given, rotate them, and write k and v
@@ -140,6 +142,24 @@ class Ops(Protocol):
         appended to each token's choice, numbered from `num_experts` on, with the gate's weight, or 1 without a gate.
         """
 
+    # Recurrent layers read each row's state from, and write it to, the pages in the batch's `StateBatch`. Unit 0 of a
+    # layer holds the last inputs of its convolution, and each further unit one head's S.
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+    ) -> Tensor:
+        """Convolve each channel with its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. The state
+        keeps the last taps - 1 inputs, in the dtype of x."""
+
+    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+        """Apply the gated delta rule -> [T, values], with q and k normalized and q scaled by key_dim^-1/2:
+
+        S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
+
+        where S [key_dim, value_dim] is float32. For Mamba 2, with unchanged q and k:
+
+        S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
+
     @property
     def expanded_attention(self) -> "ExpandedAttention | None":
         """Attention over latents expanded to keys and values; None if there is only `latent_attention`."""
@@ -147,15 +167,6 @@ class Ops(Protocol):
     @property
     def fused_experts(self) -> "FusedExperts | None":
         """A kernel for all experts of a layer; None: the experts are computed one by one."""
-
-    @property
-    def recurrent(self) -> RecurrentOps:
-        """The operations of layers that keep a state instead of keys and values."""
-
-    @property
-    def has_packed(self) -> bool:
-        """True if products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights
-        are dequantized at load time, or computed in C."""
 
     @property
     def blocks(self) -> "BlockOps | None":
@@ -238,12 +249,10 @@ class SamplingOps(Protocol):
         too. If the largest logit is not finite, the token is 0.
         """
 
-    def penalize(
-        self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor
-    ) -> None:
+    def penalize(self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
         """Penalize rows [P] of logits [R, at least V] in place, for earlier tokens of the requests in slots [P].
 
-        counts [slots, V] int32: how often each token was sampled, with the bit `in_prompt` set if the prompt contains
+        counts [slots, V] int32: how often each token was sampled, with the bit IN_PROMPT set if the prompt contains
         it. coefficients [P, 3] float32: the repetition, frequency and presence penalties.
         """
 

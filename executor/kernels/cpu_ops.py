@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, StatePages
 from penstock.executor.kernels import (
     NO_EXTRAS,
     Activation,
@@ -27,7 +27,14 @@ from penstock.executor.kernels import (
     Rows,
     ScoreExtras,
 )
-from penstock.executor.kernels.recurrent import CpuRecurrent
+from penstock.executor.kernels.recurrent import (
+    DeltaHeads,
+    DeltaInputs,
+    check_heads,
+    check_taps,
+    describe_heads,
+    describe_states,
+)
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorError
@@ -59,14 +66,8 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
     names = levels()
     if level is not None and level not in names:
         raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
-    return _csrc.ffi.new(
-        "struct penstock_cpu *",
-        {
-            "level": names.index(level or names[-1]),
-            "num_threads": num_threads or torch.get_num_threads(),
-            "is_bfloat16": dtype is torch.bfloat16,
-        },
-    )
+    fields = names.index(level or names[-1]), num_threads or torch.get_num_threads(), dtype is torch.bfloat16
+    return _csrc.ffi.new("struct penstock_cpu *", fields)
 
 
 class CpuOps:
@@ -82,7 +83,6 @@ class CpuOps:
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self.dtype, self.cpu = dtype, cpu
         self._lib: Any = _csrc.lib
-        self.recurrent = CpuRecurrent(dtype, cpu)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)  # contiguous also where x is a slice of wider rows
@@ -194,6 +194,30 @@ class CpuOps:
 
     def latent_attention(self, q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
         return self.paged_attention(q, (latents, latents), batch, scale)[..., rope_dim:]
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+    ) -> Tensor:
+        assert x.dtype is self.dtype and x.stride(1) == 1
+        check_taps(weight, states, self.dtype)
+        taps, channels = weight.shape
+        y = torch.empty((len(x), channels), dtype=self.dtype)
+        located = describe_states(states, batch)
+        sizes = x.stride(0), channels, taps, has_silu
+        self._lib.penstock_convolve(self.cpu, [(located, *addresses(x, weight, bias, y), *sizes)])
+        return y
+
+    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+        assert all(part.dtype is self.dtype and part.stride(1) == 1 for part in inputs)
+        check_heads(heads, states)
+        delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self.dtype)
+        located = describe_states(states, batch)  # this name keeps the struct alive
+        delta.out, delta.states = out.data_ptr(), located
+        for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
+            setattr(delta, name, part.data_ptr())
+            setattr(delta, f"{name}_stride", part.stride(0))
+        self._lib.penstock_delta_rule(self.cpu, delta)
+        return out
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.code_types import CODE_TYPES, CodeType
-from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu, levels
+from penstock.executor.code_types import CODE_TYPES, CodeType, has_vectors
+from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu
 from penstock.executor.kernels.weight import EIGHT_BITS, Format, Ggml, Groups, Weight, group_of
 from penstock.executor.weight_memory import allocate
 
@@ -146,12 +146,7 @@ class CpuProduct:
 
 def is_repacked(weight: Tensor) -> bool:
     """Tell whether C supports this unquantized weight and is faster than torch, which wins without AVX2."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in DTYPES
-        and weight.shape[1] % 2 == 0
-        and levels()[-1] != "portable"
-    )
+    return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0 and has_vectors()
 
 
 def code_type(weight: Weight) -> tuple[CodeType, Weight] | None:

@@ -4,6 +4,7 @@
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal
@@ -32,6 +33,8 @@ from penstock.executor.kernels.weight import (
 
 # The quantized weights that are not dequantized, besides `Packed` ones: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
+# The memory of all tensors except codes and their scales, the part of it that was dequantized at load time, and codes.
+MemoryKind = Literal["numbers", "widened", "codes"]
 HALVES = (64, 32, 16)  # numbers along the depth that a kernel dequantizes at a time
 
 
@@ -121,9 +124,7 @@ class LinearMaker:
     def __init__(self, ops: Ops, kept_codes: KeptCodes, dtype: torch.dtype, device: torch.device) -> None:
         """`kept_codes` and `ops` select the weights that are not dequantized."""
         self._ops, self._kept, self._dtype, self._device = ops, kept_codes, dtype, device
-        self.num_bytes = 0  # memory of all tensors except codes and their scales
-        self.num_widened_bytes = 0  # the part of num_bytes that was dequantized at load time
-        self.num_code_bytes = 0  # memory of codes and their scales
+        self.num_bytes: Counter[MemoryKind] = Counter()
         self._lock = threading.Lock()
 
     def __call__(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
@@ -166,22 +167,19 @@ class LinearMaker:
         """Return a weight dequantized to the model's dtype on its device."""
         values = part.dequantize(self._device, self._dtype, copy)
         if not part.is_numbers:
-            self.count_widened(values.nbytes)
+            self.add_bytes("widened", values.nbytes)
         return values
 
     def count(self, tensor: Tensor) -> Tensor:
-        with self._lock:
-            self.num_bytes += tensor.nbytes
+        self.add_bytes("numbers", tensor.nbytes)
         return tensor
 
-    def count_widened(self, num_bytes: int) -> None:
+    def add_bytes(self, kind: MemoryKind, num_bytes: int) -> None:
         with self._lock:
-            self.num_widened_bytes += num_bytes
+            self.num_bytes[kind] += num_bytes
 
     def _count_codes(self, weights: Iterable[Weight]) -> None:
-        num_bytes = sum(tensor.nbytes for weight in weights for tensor in weight.tensors())
-        with self._lock:
-            self.num_code_bytes += num_bytes
+        self.add_bytes("codes", sum(tensor.nbytes for weight in weights for tensor in weight.tensors()))
 
     def _as_codes(self, part: Weight) -> Weight | None:
         """Return the quantized weight in a format that the device computes with; None if it must be dequantized."""

@@ -1,7 +1,7 @@
-"""The operations of layers with a recurrent state: a short convolution, and the gated delta rule or Mamba 2.
-`CpuRecurrent` computes them in C (csrc/cpu_recurrent.h)."""
+"""The heads and inputs of layers with a recurrent state (the gated delta rule or Mamba 2), and their form in C
+(csrc/cpu_recurrent.h)."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,58 +47,6 @@ class DeltaInputs(NamedTuple):
     gates: Tensor  # [T, 2 value heads]: b, then a; for Mamba 2 only a
 
 
-class RecurrentOps(Protocol):
-    """Operations that read each row's state from, and write it to, the pages in the batch's `StateBatch`. Unit 0 of a
-    layer holds the last inputs of its convolution, and each further unit one head's S."""
-
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
-    ) -> Tensor:
-        """Convolve each channel with its weights: x [T, C], weight [taps, C] and bias [C] float32 -> [T, C]. The state
-        keeps the last taps - 1 inputs, in the dtype of x."""
-
-    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        """Apply the gated delta rule -> [T, values], with q and k normalized and q scaled by key_dim^-1/2:
-
-        S = e^(rate softplus(a + shift)) S, S = S + k (sigmoid(b) (v - k S)), rms_norm(q S) * silu(z)
-
-        where S [key_dim, value_dim] is float32. For Mamba 2, with unchanged q and k:
-
-        S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
-
-
-class CpuRecurrent:
-    """The operations on a CPU. A token's results are bit-identical in chunks of any size."""
-
-    def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
-        self._dtype, self._cpu = dtype, cpu
-        self._lib: Any = _csrc.lib
-
-    def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
-    ) -> Tensor:
-        assert x.dtype is self._dtype and x.stride(1) == 1
-        check_taps(weight, states, self._dtype)
-        taps, channels = weight.shape
-        y = torch.empty((len(x), channels), dtype=self._dtype)
-        tensors = (0 if each is None else each.data_ptr() for each in (x, weight, bias, y))
-        located = describe_states(states, batch)
-        self._lib.penstock_convolve(self._cpu, [(located, *tensors, x.stride(0), channels, taps, has_silu)])
-        return y
-
-    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
-        check_heads(heads, states)
-        delta, out = describe_heads(heads), torch.empty((len(inputs.z), heads.values), dtype=self._dtype)
-        located = describe_states(states, batch)  # this name keeps the struct alive
-        delta.out, delta.states = out.data_ptr(), located
-        for name, part in zip(("qkv", "z", "gates"), inputs, strict=True):
-            setattr(delta, name, part.data_ptr())
-            setattr(delta, f"{name}_stride", part.stride(0))
-        self._lib.penstock_delta_rule(self._cpu, delta)
-        return out
-
-
 def describe_heads(heads: DeltaHeads) -> Any:
     """Return a struct penstock_delta with the fields that are the same in every step."""
     sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
@@ -118,20 +66,11 @@ def check_heads(heads: DeltaHeads, states: StatePages) -> None:
 
 
 def describe_states(states: StatePages, batch: ForwardBatch) -> Any:
+    """Return a struct penstock_states, whose fields are given in their order (csrc/cpu_ops.cdef.h)."""
     assert batch.states is not None
     read, write, is_new = batch.states
     assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
     assert is_new.dtype is torch.bool and states.base.stride(1) == 1
-    given = {
-        "page_bytes": states.base.stride(0),
-        "unit_bytes": states.unit_bytes,
-        "first_unit": states.first_unit,
-        "units_per_page": states.units_per_page,
-        "pages": read.shape[1],
-        "rows": len(read),
-    }
-    names = "base", "query_starts", "read", "write", "is_new"
     tensors = states.base, (batch.chains or batch).query_starts, read, write, is_new
-    return _csrc.ffi.new(
-        "struct penstock_states *", given | dict(zip(names, map(Tensor.data_ptr, tensors), strict=True))
-    )
+    sizes = states.base.stride(0), states.unit_bytes, states.first_unit, states.units_per_page, read.shape[1], len(read)
+    return _csrc.ffi.new("struct penstock_states *", (*map(Tensor.data_ptr, tensors), *sizes))

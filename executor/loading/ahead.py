@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock import _csrc
 from penstock.cache.tiers.memory import address_of
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
 from penstock.executor.machine import usable_cores
 from penstock.executor.protocol import ExecutorConfig
@@ -29,7 +29,7 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
     """Pack weights in threads within the context. Yield None if the model is no GGUF file that a CPU runs quantized."""
     path = Path(config.model)
     is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, GPU_FILES)))
-    is_kept = config.dtype == "auto" and config.load_format != "dummy" and is_computed()
+    is_kept = config.dtype == "auto" and config.load_format != "dummy" and has_vectors()
     if not (is_cpu and is_kept and path.suffix == ".gguf" and path.is_file()):
         yield None
         return
@@ -51,15 +51,15 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
 def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
     """Tell whether C computes the tensor as it is stored: not the joined experts of a layer, nor query and key weights,
     whose rows llama.cpp may have permuted."""
-    return bool(entry.type.codes and len(entry.shape) == 2 and not name.endswith(("attn_q.weight", "attn_k.weight")))
+    is_matrix = entry.type.is_quantized and len(entry.shape) == 2
+    return is_matrix and not name.endswith(("attn_q.weight", "attn_k.weight"))
 
 
 def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: threading.Event) -> None:
     columns = _lib.penstock_coded_columns(_lib.penstock_cpu_best_level(_lib.penstock_cpu_instructions()))
     while not is_over.is_set() and (turn := next(turns, None)):
         name, entry = turn
-        assert entry.type.codes is not None
-        kind, (rows, depth) = entry.type.codes.number, entry.shape
+        kind, (rows, depth) = entry.type.number, entry.shape
         try:
             panels = allocate(_lib.penstock_code_bytes(kind, rows, depth, columns))
         except OSError:  # the loader will report what the memory does not suffice for

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.executor.gguf_header import GgufFile, open_gguf
 from penstock.executor.kernels.weight import CPU, Ggml, Weight
 from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of, layer_names
+from penstock.executor.moe_spec import PROJECTIONS
 from penstock.executor.protocol import ExecutorError
 
 
@@ -43,7 +44,7 @@ class GgufCheckpoint:
     def __init__(self, path: str | Path, file: GgufFile | None = None) -> None:
         self._file = file or open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
-        self.has_codes = any(entry.type.codes for entry in self._file.tensors.values())
+        self.has_codes = any(entry.type.is_quantized for entry in self._file.tensors.values())
         self._sources = _sources(self.config, self._file.tensors)
         _check(self._file, self._sources)
 
@@ -69,15 +70,14 @@ class GgufCheckpoint:
             # The file stores the rows i and i + dim/2 of a head next to each other.
             rows = raw.view(source.permuted_heads, -1, 2, raw.numel() // source.shape[0])
             raw = rows.transpose(1, 2).reshape(-1)
-        codes, is_matrix = entry.type.codes, len(source.shape) > 1
-        if codes is None:
+        if not entry.type.is_quantized:
             values = raw.view(_FLOATS[entry.type.name]).view(source.shape)
         else:
             is_whole = not source.permuted_heads and source.expert is None
             packed = self._file.packed.get(source.name) if is_whole else None
             rows = raw.view(math.prod(source.shape[:-1]), -1)
-            weight = Weight(Ggml(codes), rows, name=source.name, panels=packed)
-            if is_matrix and not source.plus_one:
+            weight = Weight(Ggml(entry.type), rows, name=source.name, panels=packed)
+            if len(source.shape) > 1 and not source.plus_one:
                 return weight
             values = weight.dequantize(CPU, torch.float32).view(source.shape)
         return values - 1 if source.plus_one else values
@@ -89,9 +89,6 @@ class GgufCheckpoint:
 
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

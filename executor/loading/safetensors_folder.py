@@ -27,8 +27,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class SafetensorsFolder:
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.config = config
-        self._method = (config.get("quantization_config") or {}).get("quant_method")
-        self.has_codes = self._method == "mxfp4"
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        self.has_codes = method == "mxfp4"
+        # The stored dtypes that `read` accepts: floats, and those of the quantization in config.json.
+        self._dtypes = {*_FLOATS, *([] if method is None else [_BYTES] if self.has_codes else [_EIGHT_BITS])}
         self._folder = folder
 
     def names(self) -> Collection[str]:
@@ -39,11 +41,10 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         dtype = self.dtype(name)
-        expected = set(_FLOATS) | self._quantized
-        if dtype not in expected:
+        if dtype not in self._dtypes:
             raise ExecutorError(
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
-                f"one of {', '.join(sorted(expected))} is expected"
+                f"one of {', '.join(sorted(self._dtypes))} is expected"
             )
         return self.stored(name)
 
@@ -63,11 +64,6 @@ class SafetensorsFolder:
             counts[_FLOATS.get(self.dtype(name), "")] += math.prod(self.shape(name))
         del counts[""]
         return max(counts, key=counts.__getitem__, default="float32")
-
-    @cached_property
-    def _quantized(self) -> set[str]:
-        """The dtypes of quantized tensors that config.json allows."""
-        return set() if self._method is None else {_BYTES} if self.has_codes else {_EIGHT_BITS}
 
     def _get(self, name: str, method: Literal["get_slice", "get_tensor"]) -> Any:
         path, file = self._files[name]

@@ -10,8 +10,7 @@ from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, 
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
-from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorError
+from penstock.executor.parallel import RankGroup, divide
 
 
 class GroupedAttention:
@@ -130,12 +129,7 @@ class WideNorms:
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:
     """Return the rank's number of query heads and of key-value heads. Ranks may share a key-value head."""
-    world = group.world
-    if heads % world:
-        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {heads} attention heads")
-    if kv_heads % world and world % kv_heads:
-        raise ExecutorError(
-            f"tensor_parallel_size: {world} given; it must divide the model's {kv_heads} key-value heads, "
-            "or be a multiple of them"
-        )
-    return heads // world, max(1, kv_heads // world)
+    own = divide(heads, group.world, "attention heads")
+    if group.world % kv_heads:  # otherwise several ranks share a head
+        divide(kv_heads, group.world, "key-value heads, or be a multiple of them")
+    return own, max(1, kv_heads // group.world)

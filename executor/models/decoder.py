@@ -19,7 +19,7 @@ from penstock.executor.kernels.linear import Linear
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.layer_inputs import LayerEnd, LayerInputs
-from penstock.executor.models.mlp import Mlp, PlainMlp, projections
+from penstock.executor.models.mlp import Mlp, PlainMlp
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
@@ -214,17 +214,16 @@ class _Layer:
         self._attention = _mixer_of(spec, index, weights, ops, tables)
         layer = spec.layers[index]
         moe, self.pages = layer.moe, spec.heads_of(index).pages
-        if not spec.has_gated_mlp:
+        if moe is not None and not moe.is_beside:
+            self.mlp = MoeMlp(spec, moe, index, weights, ops)
+            self.experts = self.mlp.experts
+        elif spec.has_gated_mlp:
+            self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, f"{prefix}mlp.", weights, ops)
+        else:
             self.mlp = PlainMlp(spec, f"{prefix}mlp.", weights)
-        elif moe is None or moe.is_beside:
-            self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
-        if moe is not None:
-            if moe.is_beside:
-                self._beside = ExpertsBeside(spec, moe, index, weights, ops)
-                self.experts = self._beside.experts
-            else:
-                self.mlp = MoeMlp(spec, moe, index, weights, ops)
-                self.experts = self.mlp.experts
+        if moe is not None and moe.is_beside:
+            self._beside = ExpertsBeside(spec, moe, index, weights, ops)
+            self.experts = self._beside.experts
         self._end = None if spec.input_width is None else LayerEnd(spec, spec.input_width, prefix, weights, ops)
 
     def adapted(self) -> list[Linear]:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
-from penstock.executor.kernels.weight import BLOCKS, CPU, EIGHT_BITS, Weight, numbers
+from penstock.executor.kernels.weight import CPU
 from penstock.executor.loading.checkpoint import Checkpoint
-from penstock.executor.loading.quantization import SUFFIX, scales_shape
-from penstock.executor.models.weights import DTYPES, CheckpointReader
+from penstock.executor.loading.quantization import SUFFIX
+from penstock.executor.models.weights import DTYPES, CheckpointReader, read_weight
 from penstock.executor.protocol import DType, ExecutorError
 
 SHARD_BYTES = 4 * 2**30  # also the memory that an export needs
@@ -58,11 +57,13 @@ def _write_weights(
 ) -> None:
     kept = [name for name in checkpoint.names() if not name.endswith(SUFFIX)]
     sizes = {name: math.prod(checkpoint.shape(name)) * dtype.itemsize for name in kept}
-    shards = _shards(sizes, shard_bytes)
+    shards, read = _shards(sizes, shard_bytes), CheckpointReader(checkpoint, "the model to export")
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _numbers(checkpoint, name, dtype) for name in names}
+        weights = ((name, read_weight(read, name, checkpoint.shape(name))) for name in names)
+        # Copied, because the checkpoint may return a view of its mapped file.
+        tensors = {name: each.dequantize(CPU, dtype, copy=True).contiguous() for name, each in weights}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # save_file makes it readable only for its owner
         weight_map |= dict.fromkeys(names, file)
@@ -70,18 +71,6 @@ def _write_weights(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    stored = checkpoint.read(name)
-    weight = numbers(stored) if isinstance(stored, Tensor) else stored
-    if isinstance(stored, Tensor) and stored.dtype is EIGHT_BITS:
-        read = CheckpointReader(checkpoint, "the model to export")
-        scales = read(f"{name}{SUFFIX}", scales_shape(*stored.shape))
-        assert isinstance(scales, Tensor)
-        weight = Weight(BLOCKS, stored, scales)
-    # Copied, because the checkpoint may return a view of its mapped file.
-    return weight.dequantize(CPU, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:

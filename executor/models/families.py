@@ -244,9 +244,9 @@ def _opt_arrangement(num_layers: int, has_norms_before: bool) -> Arrangement:
     return Arrangement((*norms, *others, (".fc1.", ".mlp.up_proj."), (".fc2.", ".mlp.down_proj.")))
 
 
-def attention_biases(fields: Fields) -> dict[str, Any]:
+def attention_biases(fields: Fields, default: bool = False) -> dict[str, Any]:
     """Return the biases of families in which all attention projections have a bias, or none."""
-    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", False))
+    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", default))
 
 
 def spec_of(
@@ -321,12 +321,9 @@ def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...
 def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
     """Return the RoPE of sliding and of full layers, for the given head sizes. transformers 5 nests the settings;
     earlier versions have a separate field for the sliding layers' theta."""
-    nested = fields.section("rope_parameters")
-    local = overall = None
-    if nested is not None:
-        local, overall = nested.section("sliding_attention"), nested.section("full_attention")
-    overall = overall or fields.section("rope_scaling") or Fields({})
-    local = local or Fields({})
+    nested = fields.section("rope_parameters") or Fields({})
+    local = nested.section("sliding_attention") or Fields({})
+    overall = nested.section("full_attention") or fields.section("rope_scaling") or Fields({})
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
     max_positions = max_positions_of(fields)

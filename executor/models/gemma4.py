@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.executor.loading.arrangement import Arrangement, stacked_experts
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import full_layers, spec_of, two_ropes
+from penstock.executor.models.families import attention_biases, full_layers, spec_of, two_ropes
 from penstock.executor.models.spec import DecoderSpec, LayerHeads, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
@@ -36,7 +36,6 @@ def gemma4(fields: Fields) -> DecoderSpec:
         )
         for index, (is_full, each) in enumerate(zip(are_full, heads, strict=True))
     )
-    biases = fields.flag("attention_bias", False)
     spec = spec_of(
         fields,
         layers,
@@ -48,11 +47,10 @@ def gemma4(fields: Fields) -> DecoderSpec:
         sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
-        qkv_bias=biases,
-        output_bias=biases,
         input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
         input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
         arrangement=_arrangement(num_own, num_layers),
+        **attention_biases(fields),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     return replace(spec, head_dim=widest.dim, num_kv_heads=widest.num_kv)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from penstock.eplb import Plan, plan
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels import Ops
-from penstock.executor.kernels.cpu_product import is_repacked
 from penstock.executor.kernels.linear import KeptCodes
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
@@ -132,7 +131,7 @@ def load_model(
         )
     # The spec contains all settings of the config that affect the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
-    computed += ["codes"] if weights.made.num_code_bytes else []
+    computed += ["codes"] if weights.made.num_bytes["codes"] else []
     if fixed and not all(experts.is_fused for experts in model.experts):
         raise ExecutorError("batch_invariant: given; the GPU has no batch-invariant kernel for these experts")
     fingerprint = digests.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
@@ -224,17 +223,14 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
         return None
     if device.type == "cpu":
-        return "all" if is_computed() else None
+        return "all" if has_vectors() else None
     return "MXFP4"
 
 
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
-    made = weights.made
-    parts = {
-        f"{narrow} weights as {str(dtype).removeprefix('torch.')}": made.num_widened_bytes,
-        "weights as codes": made.num_code_bytes,
-    }
-    return {"weights": made.num_bytes - made.num_widened_bytes} | {name: size for name, size in parts.items() if size}
+    sizes, widened = weights.made.num_bytes, f"{narrow} weights as {str(dtype).removeprefix('torch.')}"
+    parts = {widened: sizes["widened"], "weights as codes": sizes["codes"]}
+    return {"weights": sizes["numbers"] - sizes["widened"]} | {name: size for name, size in parts.items() if size}
 
 
 def first_placement(config: ExecutorConfig, spec: DecoderSpec, world: int) -> Plan | None:
@@ -272,8 +268,7 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
     if asked != "auto":
         return DTYPES[asked]
-    is_quick = is_repacked(torch.empty(2, 2, dtype=torch.bfloat16))
-    return torch.bfloat16 if stored != "float32" and is_quick else torch.float32
+    return torch.bfloat16 if stored != "float32" and has_vectors() else torch.float32
 
 
 def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
@@ -281,18 +276,14 @@ def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.
     if asked == "auto":
         return dtype
     if ops.blocks is None:
+        where = "the CPU"
+        if device.type == "cuda":
+            where = f"a GPU of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
         raise ExecutorError(
             f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
-            f"and the model is on {_describe(device)}"
+            f"and the model is on {where}"
         )
     return torch.float8_e4m3fn
-
-
-def _describe(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "the CPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"a GPU of {major}.{minor}"
 
 
 def _stored_dtype(fields: Fields, checkpoint: Checkpoint | None) -> str:

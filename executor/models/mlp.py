@@ -9,21 +9,23 @@ from penstock.executor.kernels import Narrow, Ops, Rows
 from penstock.executor.kernels.linear import Linear, multiply_each
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Split, Weights
+from penstock.executor.moe_spec import PROJECTIONS
 
 
 class Mlp:
-    """A gated MLP; `names` are those of the gate, up and down projections."""
+    """A gated MLP; `projections` are the names of its gate, up and down projections, after `prefix`."""
 
     def __init__(
         self,
         spec: DecoderSpec,
         size: int,
-        names: tuple[str, str, str],
+        prefix: str,
         weights: Weights,
         ops: Ops,
+        projections: tuple[str, str, str] = PROJECTIONS,
         is_split: bool = True,
     ) -> None:
-        gate, up, down = names
+        gate, up, down = (f"{prefix}{name}" for name in projections)
         rows: Split = "rows" if is_split else None
         columns: Split = "columns" if is_split else None
         self.gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
@@ -82,7 +84,3 @@ class PlainMlp:
 
     def adapted(self) -> list[Linear]:
         return []
-
-
-def projections(prefix: str) -> tuple[str, str, str]:
-    return f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj"

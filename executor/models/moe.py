@@ -5,8 +5,9 @@ experts (`--enable-expert-parallel`): every rank has some whole experts, and com
 Either way every rank receives all tokens, and the layer's one all-reduce sums the partial results.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +17,11 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import FusedExperts, Ops, Rows
+from penstock.executor.kernels import Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Weight, stack, stack_tensors
-from penstock.executor.models.mlp import Mlp, projections
+from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.moe_spec import MoeSpec
@@ -50,7 +51,7 @@ class MoeMlp:
         self._choose = ops.choose_experts
         shared = None
         if moe.shared_size:
-            shared = Mlp(spec, moe.shared_size, projections(f"{prefix}{moe.shared_name}."), weights, ops)
+            shared = Mlp(spec, moe.shared_size, f"{prefix}{moe.shared_name}.", weights, ops)
         layer = sum(before.moe is not None for before in spec.layers[:index])
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared
@@ -131,28 +132,26 @@ class Experts:
             self._first, end = weights.group.share(self._num_slots)
             held = placed[self._first : end]
             self._table = SlotTable(weights.placement, layer)
-        self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
+        size, is_split = moe.intermediate_size, weights.placement is None
+        self.slots = [
+            Mlp(spec, size, f"{prefix}experts.{expert}.", weights, ops, moe.projections, is_split) for expert in held
+        ]
         self._activation = spec.activation
         # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
         always = None if weights.placement is not None or weights.has_adapters else shared
         self._fused, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
-            shape = (moe.intermediate_size, spec.hidden_size)
-            names = moe.names(f"{prefix}experts.{expert}.")
-            for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
-                weights.pass_over(f"{name}.weight", of)
+            shape = (size, spec.hidden_size)
+            for name, of in zip(moe.projections, (shape, shape, shape[::-1]), strict=True):
+                weights.pass_over(f"{prefix}experts.{expert}.{name}.weight", of)
                 if spec.mlp_bias:
-                    weights.pass_over(f"{name}.bias", of[:1])
+                    weights.pass_over(f"{prefix}experts.{expert}.{name}.bias", of[:1])
 
     @property
     def is_fused(self) -> bool:
         """True if one call computes all experts. If not, the host waits for the number of tokens of each expert."""
         return self._fused is not None
-
-    def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
-        names = moe.names(f"{prefix}experts.{expert}.")
-        return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
 
     def replace(self, plan: Plan, layer: int) -> None:
         """Use another plan from the next step on. Its experts must already be in the slots."""
@@ -168,8 +167,7 @@ class Experts:
             self.chosen.append(ids[:, : self._top_k])  # shared experts follow
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
-            kernel, (gate_up, down), biases = self._fused
-            return kernel(hidden, slots, shares, gate_up, down, self._first, self._activation, added, biases)
+            return self._fused(hidden, slots, shares, first=self._first, activation=self._activation, added=added)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -198,16 +196,9 @@ def recorded_choices(layers: Sequence[Experts]) -> Iterator[list[Tensor]]:
             experts.chosen = None
 
 
-class Fused(NamedTuple):
-    """A kernel for all slots at once, with the stacked weights; the weights of the slots are views of these."""
-
-    kernel: FusedExperts
-    weights: tuple[Weight, Weight]
-    biases: tuple[Tensor | None, Tensor | None]
-
-
-def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
-    """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them."""
+def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Callable[..., Tensor] | None, int]:
+    """Return the kernel for all slots at once, or None, and the number of slots that `shared` adds after them. The
+    kernel has the stacked weights; the weights of the slots become views of these."""
     layers = [mlp.gate_up for mlp in slots], [mlp.down for mlp in slots]
     kinds = [{linear.kind for linear in each} for each in layers]
     if ops.fused_experts is None or any(len(each) != 1 or None in each for each in kinds):
@@ -220,7 +211,7 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     )
     biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
     up_bias, down_bias = (stack_tensors(each) if each else None for each in biases)
-    return Fused(ops.fused_experts, (up, down), (up_bias, down_bias)), len(pieces)
+    return partial(ops.fused_experts, gate_up=up, down=down, biases=(up_bias, down_bias)), len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:

@@ -67,7 +67,7 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
     fields.fixed(scoring_func="softmax", norm_topk_prob=False)
     fields.only("topk_method", "greedy", "group_limited_greedy", default="greedy")
     is_grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
-    return _deepseek(fields, replace(_deepseek_moe(fields, is_grouped), renormalize=False))
+    return _deepseek(fields, _deepseek_moe(fields, is_grouped))
 
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
@@ -157,16 +157,9 @@ def gpt_oss(fields: Fields) -> DecoderSpec:
     moe = _local_experts(fields, router="router", has_router_bias=True)
     layers, window = _sparse(fields, uniform_layers(fields), moe), fields.integer("sliding_window", 128)
     are_full = [index % 2 == 1 for index in range(len(layers))]
-    has_biases = fields.flag("attention_bias", True)
-    spec = spec_of(
-        fields,
-        pick_layers(fields, layers, are_full, window=window),
-        qkv_bias=has_biases,
-        output_bias=has_biases,
-        mlp_bias=True,
-        has_sinks=True,
-        arrangement=GPT_OSS,
-    )
+    layers = pick_layers(fields, layers, are_full, window=window)
+    biases = attention_biases(fields, default=True) | {"mlp_bias": True}
+    spec = spec_of(fields, layers, has_sinks=True, arrangement=GPT_OSS, **biases)
     return replace(spec, activation="clamped_swish")
 
 

@@ -11,12 +11,12 @@ from penstock.executor.kernels.cpu_layers import DeltaLayer
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Units, Weights
-from penstock.executor.protocol import ExecutorError
+from penstock.executor.parallel import divide
 
 
 class DeltaNet:
     def __init__(self, spec: DecoderSpec, delta: DeltaSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, hidden, num = ops.recurrent, spec.hidden_size, delta.value_heads
+        self._ops, hidden, num = ops, spec.hidden_size, delta.value_heads
         prefix = f"model.layers.{index}.linear_attn."
         norm = weights.norm(f"{prefix}norm.weight", delta.value_dim)
         heads = _read_heads(prefix, delta, weights, norm, spec.norm_eps)
@@ -43,14 +43,14 @@ class DeltaNet:
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
         (gates, taps, heads), made = self.layer, self.input(hidden)
-        qkv = self._recurrent.convolve(made[:, : self._channels], taps, None, states, batch, True)
+        qkv = self._ops.convolve(made[:, : self._channels], taps, None, states, batch, True)
         inputs = DeltaInputs(qkv, made[:, self._channels :], gates(hidden))
-        return self._recurrent.delta_rule(inputs, heads, states, batch)
+        return self._ops.delta_rule(inputs, heads, states, batch)
 
 
 class Mamba:
     def __init__(self, spec: DecoderSpec, mamba: MambaSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, num, groups = ops.recurrent, mamba.value_heads, mamba.key_heads
+        self._ops, num, groups = ops, mamba.value_heads, mamba.key_heads
         prefix = f"model.layers.{index}.mamba."
         skip = weights.float32(f"{prefix}D", (num,), "rows")
         self.heads = _read_heads(prefix, mamba, weights, None, mamba.norm_eps, skip)
@@ -70,8 +70,8 @@ class Mamba:
         """[T, hidden] -> [T, values]"""
         heads = self.heads
         qkv, z, gates = self._input(hidden).split((self._taps.shape[1], heads.values, heads.value_heads), 1)
-        qkv = self._recurrent.convolve(qkv, self._taps, self._bias, states, batch, True)
-        return self._norm(self._recurrent.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
+        qkv = self._ops.convolve(qkv, self._taps, self._bias, states, batch, True)
+        return self._norm(self._ops.delta_rule(DeltaInputs(qkv, z, gates), heads, states, batch))
 
 
 class _GroupNorm:
@@ -97,7 +97,7 @@ class _GroupNorm:
 
 class ShortConv:
     def __init__(self, spec: DecoderSpec, conv: ConvSpec, index: int, weights: Weights, ops: Ops) -> None:
-        self._recurrent, width = ops.recurrent, spec.hidden_size
+        self._ops, width = ops, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
         names, units = (f"{prefix}in_proj",), ((width,) * 3,)
         self._input = weights.linear(names, (3 * width,), width, conv.bias, "rows", units)
@@ -109,7 +109,7 @@ class ShortConv:
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, channels]"""
         before, after, x = self._input(hidden).chunk(3, dim=1)
-        return after * self._recurrent.convolve(before * x, self._taps, self._bias, states, batch, False)
+        return after * self._ops.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 
 def state_of(
@@ -122,7 +122,7 @@ def state_of(
         channels = 2 * key_heads * recurrent.key_dim + heads * recurrent.value_dim
         matrix = recurrent.key_dim * recurrent.value_dim * torch.float32.itemsize
     else:
-        channels = _shared_out(spec.hidden_size, world, "channels of short convolutions (hidden_size)")
+        channels = divide(spec.hidden_size, world, "channels of short convolutions (hidden_size)")
     return 1 + heads, max(matrix, (recurrent.taps - 1) * channels * dtype.itemsize, 1)
 
 
@@ -142,18 +142,12 @@ def _read_heads(
 def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
     """Return a rank's number of key heads and of value heads; all key heads have the same number of value heads."""
     if isinstance(delta, MambaSpec):
-        groups, heads = delta.key_heads, _shared_out(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
+        groups, heads = delta.key_heads, divide(delta.value_heads, world, "Mamba heads (mamba_n_heads)")
         if world % groups:  # otherwise several ranks share a group
-            _shared_out(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
+            divide(groups, world, "groups of Mamba heads (mamba_n_groups), or be a multiple of them")
         return max(1, groups // world), heads
-    key_heads = _shared_out(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
+    key_heads = divide(delta.key_heads, world, "key heads of recurrent layers (linear_num_key_heads)")
     return key_heads, delta.value_heads // world
-
-
-def _shared_out(count: int, world: int, what: str) -> int:
-    if count % world:
-        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {count} {what}")
-    return count // world
 
 
 def _taps(weights: Weights, name: str, channels: int, taps: int, units: Units) -> Tensor:

@@ -249,16 +249,7 @@ class Weights:
             return list(quarters(built, num_layers, "Loaded {} of {} layers", self._progress))
 
     def _fetch(self, name: str, shape: tuple[int, ...]) -> Weight:
-        values = self._stored(name, shape)
-        if isinstance(values, Weight):
-            return values
-        if values.dtype is not EIGHT_BITS:
-            return numbers(values, name)
-        if len(shape) != 2:
-            raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
-        scales = self._stored(f"{name}{SUFFIX}", scales_shape(*shape))
-        assert isinstance(scales, Tensor)
-        return Weight(BLOCKS, values, scales, name=name)
+        return read_weight(self._stored, name, shape)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Weight:
         stored = self._read(name, shape)
@@ -274,8 +265,23 @@ class Weights:
         dim = 0 if split == "rows" else 1
         cuts = [part.narrow(dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)]
         if not part.is_numbers:  # weights sliced within a block or a group have been dequantized
-            self.made.count_widened(sum(cut.codes.numel() for cut in cuts if cut.is_numbers) * self.dtype.itemsize)
+            num_widened = sum(cut.codes.numel() for cut in cuts if cut.is_numbers)
+            self.made.add_bytes("widened", num_widened * self.dtype.itemsize)
         return cuts
+
+
+def read_weight(read: Callable[[str, tuple[int, ...]], Tensor | Weight], name: str, shape: tuple[int, ...]) -> Weight:
+    """Read a weight as it is stored, with its scales if it is stored in FP8."""
+    values = read(name, shape)
+    if isinstance(values, Weight):
+        return values
+    if values.dtype is not EIGHT_BITS:
+        return numbers(values, name)
+    if len(shape) != 2:
+        raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
+    scales = read(f"{name}{SUFFIX}", scales_shape(*shape))
+    assert isinstance(scales, Tensor)
+    return Weight(BLOCKS, values, scales, name=name)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -158,7 +158,7 @@ class RankedExecutor:
     def close(self) -> None:
         """End all workers: ask them to close, then kill those that are left."""
         try:
-            if not self.worker_watch.has_failed:
+            if self.worker_watch.error is None:
                 self._broadcast.send((MessageKind.CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.worker_watch.stop()
         except (ConnectionError, TimeoutError):

@@ -77,7 +77,7 @@ class WorkerWatch:
     def __init__(self, workers: Sequence[Worker], reports: Reports) -> None:
         self.workers, self._reports = workers, reports
         self._watched = [_Watched(worker) for worker in workers]
-        self._error: ExecutorError | None = None
+        self.error: ExecutorError | None = None  # why it gave up
 
     def wait_loaded(self, progress: Callable[[str], None]) -> list[ModelLoaded]:
         while not all(each.loaded for each in self._watched):
@@ -88,18 +88,14 @@ class WorkerWatch:
             each.doing = "waiting for a step"
         return [each.loaded for each in self._watched if each.loaded]
 
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
     def fileno(self) -> int:
         """Return a descriptor that is readable when a worker has reported something or has died."""
         return self._reports.fileno()
 
     def receive(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | RankProgress | RankAnswer]:
         """Return reports that arrive within the time; the first one ends the wait. Raises if a worker has failed."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         reports = list(self._receive(timeout_s))
         if any(each.failed or each.is_gone for each in self._watched):
             self._end(self._cause())
@@ -133,9 +129,9 @@ class WorkerWatch:
         self._reports.close()
 
     def _end(self, why: str) -> None:
-        self._error = ExecutorError(why)
+        self.error = ExecutorError(why)
         self.close()
-        raise self._error
+        raise self.error
 
     def _receive(self, timeout_s: float) -> Iterator[Done | RankProgress | RankAnswer]:
         for rank, message in self._reports.receive(timeout_s):

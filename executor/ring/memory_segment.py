@@ -25,7 +25,6 @@ PAGE = mmap.PAGESIZE
 # The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, times up to eight positions per row with draft tokens.
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_READERS = 256  # several per GPU of the largest existing node
-MAX_SLOTS = 4096
 NUM_SPILLS = 2  # so that a large message can be written while the previous one is still being read
 SPILL_KEEP_BYTES = 64 << 20  # kept of each spill area; the mask of 1,024 rows of 152k tokens takes 19.4 MB
 
@@ -51,10 +50,6 @@ class Owner(NamedTuple):
 
     pid: int
     start: int  # in clock ticks after boot, because process ids are reused
-
-    @classmethod
-    def of_this_process(cls) -> "Owner":
-        return cls(os.getpid(), _start_of(os.getpid()) or 0)
 
     @property
     def is_alive(self) -> bool:
@@ -120,7 +115,7 @@ class Segment:
         """Make this process the owner of a line; return False if the line has or had an owner."""
         if lib.penstock_ring_change(self.lines, line, ABSENT, CLAIMED) != ABSENT:
             return False
-        self._line[line].pid, self._line[line].start = Owner.of_this_process()
+        self._line[line].pid, self._line[line].start = os.getpid(), _start_of(os.getpid()) or 0
         return bool(lib.penstock_ring_change(self.lines, line, CLAIMED, ATTACHED) == CLAIMED)
 
     def leave(self, line: int) -> None:

@@ -41,7 +41,6 @@ from penstock.executor.ring.memory_segment import (
     LINE,
     MAX_MESSAGE_BYTES,
     MAX_READERS,
-    MAX_SLOTS,
     NUM_SPILLS,
     WRITER,
     RingHandle,
@@ -63,14 +62,7 @@ class RingClosed(ConnectionError):
 
 
 class PeerDied(ConnectionError):
-    """Raised when the process at the other end has died. `rank` is the reader's number, or None for the writer."""
-
-    def __init__(self, message: str, rank: int | None) -> None:
-        super().__init__(message, rank)
-        self.rank = rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    """Raised when the process at the other end has died."""
 
 
 class MessageQueue:
@@ -89,9 +81,7 @@ class MessageQueue:
 
     @classmethod
     def create(cls, num_readers: int, *, slots: int, slot_bytes: int) -> "MessageQueue":
-        _limit("num_readers", num_readers, MAX_READERS)
-        _limit("slots", slots, MAX_SLOTS)
-        _limit("slot_bytes", slot_bytes, MAX_MESSAGE_BYTES)
+        assert 1 <= num_readers <= MAX_READERS and slots >= 1 and 1 <= slot_bytes <= MAX_MESSAGE_BYTES
         return cls(Segment.create(num_readers, slots, slot_bytes), None)
 
     @classmethod
@@ -295,7 +285,7 @@ class MessageQueue:
             if state == LEFT:
                 raise RingClosed(f"{self._named(reader)} has closed its end; {self._doings(reader)}")
             if state == ATTACHED and not self._segment.owner(FIRST_READER + reader).is_alive:
-                raise PeerDied(f"{self._named(reader)} has died; {self._doings(reader)}", reader)
+                raise PeerDied(f"{self._named(reader)} has died; {self._doings(reader)}")
 
     def _check_writer(self, target: int) -> None:
         """Raise if the writer has left or died, unless it has sent message `target` before."""
@@ -309,7 +299,7 @@ class MessageQueue:
         if not is_alive:
             at = self._segment.busy(WRITER)
             doing = f"while it wrote message {at}" if at > sent else f"after message {sent}"
-            raise PeerDied(f"the writer (process {self._segment.owner(WRITER).pid}) has died {doing}", None)
+            raise PeerDied(f"the writer (process {self._segment.owner(WRITER).pid}) has died {doing}")
 
     def _slowness(self, target: int, timeout_s: float | None) -> str:
         if self._reader is not None:
@@ -350,8 +340,3 @@ def _as_bytes(part: Any) -> memoryview:
     if not view.nbytes:
         return memoryview(b"")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _limit(name: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise ValueError(f"{name}: {value} given, 1 to {most} allowed")

@@ -6,7 +6,8 @@ Every executor calls `open_tiers` and passes a factory for its copier. This modu
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -75,11 +76,8 @@ def open_tiers(
     opened |= {peer_name(peer): _open_peer(config, block, peer) for peer in config.kv_peers}
     if config.kv_peer_listen:
         memory["for peers"] = SERVE_BYTES
-    try:
+    with _naming(f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank"):
         arena = huge_array(num_blocks + 1, stride)  # host blocks take memory when they are first written
-    except OSError as error:
-        what = f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank: {error.strerror}"
-        raise ExecutorError(what) from None
     serve = partial(_serve, config, block) if config.kv_peer_listen else None
     transfers = RankTransfers(arena, make_copier(arena), opened, serve)
     return RankTiers(transfers, num_blocks, tuple(opened), serve is not None, memory)
@@ -106,33 +104,31 @@ def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks:
 
 def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
     capacity_bytes = config.kv_disk_bytes // config.tensor_parallel_size
-    try:
-        return DiskTier(
-            config.kv_disk_path,
-            capacity_bytes=capacity_bytes,
-            chunk_bytes=block.size,
-            fingerprint=block.fingerprint,
-        )
-    except OSError as error:
-        raise ExecutorError(f"kv_disk_path: {config.kv_disk_path!r}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ExecutorError(f"kv_disk_bytes: {error}") from None
+    with _naming(f"kv_disk_path: {config.kv_disk_path!r}"):
+        try:
+            return DiskTier(
+                config.kv_disk_path,
+                capacity_bytes=capacity_bytes,
+                chunk_bytes=block.size,
+                fingerprint=block.fingerprint,
+            )
+        except ValueError as error:
+            raise ExecutorError(f"kv_disk_bytes: {error}") from None
 
 
 def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
     """Open the tier of a peer, whether or not it can be reached now."""
     endpoint = read_address("kv_peers", peer, config.tensor_parallel_size).of_rank(block.rank)
     secret = _secret(config)
-    try:
+    with _naming(f"kv_peers: {peer!r}"):
         return PeerTier(endpoint, chunk_bytes=block.size, fingerprint=block.fingerprint, secret=secret)
-    except OSError as error:
-        raise ExecutorError(f"kv_peers: {peer!r}: {error.strerror}") from None
 
 
 def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> Any:
     """Return the started `PeerServer` that listens at `kv_peer_listen`."""
     address = read_address("kv_peer_listen", config.kv_peer_listen, config.tensor_parallel_size)
-    try:
+    port = address.port + block.rank
+    with _naming(f"kv_peer_listen: {config.kv_peer_listen!r}, port {port} for rank {block.rank}"):
         server = PeerServer(
             address.of_rank(block.rank),
             served,
@@ -141,13 +137,17 @@ def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> An
             secret=_secret(config),
             serve_bytes=SERVE_BYTES,
         )
-    except OSError as error:
-        raise ExecutorError(
-            f"kv_peer_listen: {config.kv_peer_listen!r}, port {address.port + block.rank} for rank {block.rank}: "
-            f"{error.strerror}"
-        ) from None
     server.start()
     return server
+
+
+@contextmanager
+def _naming(given: str) -> Iterator[None]:
+    """Turn an OSError into an ExecutorError that names the option and its value."""
+    try:
+        yield
+    except OSError as error:
+        raise ExecutorError(f"{given}: {error.strerror or error}") from None
 
 
 def _secret(config: ExecutorConfig) -> str:

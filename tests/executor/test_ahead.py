@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock import _csrc
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.gguf_header import GgufFile, TensorEntry, open_gguf
 from penstock.executor.kernels.cpu_ops import describe_cpu
 from penstock.executor.kernels.cpu_product import pack_codes
@@ -22,7 +22,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.gguf_files import small_file
 
-pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+pytestmark = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.kernels.cpu_product import CpuProduct
 from penstock.executor.protocol import ExecutorError
 from tests.support.coded import FILE_TYPES, coded
 
 pytestmark = [
-    pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers"),
+    pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers"),
     pytest.mark.usefixtures("two_threads"),
 ]
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from penstock import LLM, SamplingParams
 from penstock.engine.front.submit import Pooling
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.arrangement import Arranged
 from penstock.executor.loading.checkpoint import open_checkpoint
@@ -32,7 +32,7 @@ from tests.support.small_models import CASES, folder, greedy, random_model, refe
 from tests.support.stored_models import OUTER, stored, text_of_images
 
 STATES = ("granite4-mamba", "qwen3-next", "lfm2")
-needs_codes = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+needs_codes = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
 
 
 def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less() -> None:

@@ -17,7 +17,7 @@ import torch
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.drafts import Drafter
 from penstock.engine.core.request import Request
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import Step
 from penstock.executor.ranks import rank
@@ -92,7 +92,7 @@ def stored_rows() -> Iterator[Row]:
 
 
 def marked() -> Iterator[Any]:
-    without_avx2 = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+    without_avx2 = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
     rows = [(Row(name), name in DIVERSE) for name in CASES | RECURRENT]
     rows += [(Row(name, "torch", 16), name in BY_TORCH) for name in PLAIN]
     for speed, _, name, ranks, *by_experts in (line for line in LINES if line[1:2] == ["ranks"]):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.executor.code_types import is_computed
+from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels.cpu_product import CpuProduct, code_type
 from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
 from penstock.executor.kernels.weight import Groups, Weight, group_of
@@ -18,7 +18,7 @@ from tests.support.packed_models import CASES, WEIGHTS, folders, quantize
 from tests.support.twins import torch_ops
 
 CPU = torch.device("cpu")
-needs_codes = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
+needs_codes = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
 
 
 @pytest.mark.parametrize("name", CASES)

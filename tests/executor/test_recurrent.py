@@ -86,8 +86,8 @@ def test_convolutions_equal_the_twin(level: str, dtype: torch.dtype, taps: int, 
     layer = Layer(layer.heads, taps, layer.inputs._replace(qkv=x), weight, bias)
     states, twins = States(layer, 4), States(layer, 4)
     batch = batch_of([1, 1, 8, 20], states.tables, new=(1,))
-    actual = cpu_ops.make_ops(dtype, 64, 2, level).recurrent.convolve(x, weight, bias, states.pages, batch, silu)
-    expected = torch_ops.recurrent.convolve(x, weight, bias, twins.pages, batch, silu)
+    actual = cpu_ops.make_ops(dtype, 64, 2, level).convolve(x, weight, bias, states.pages, batch, silu)
+    expected = torch_ops.convolve(x, weight, bias, twins.pages, batch, silu)
     tolerance = 2e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(states.pages.base, twins.pages.base)

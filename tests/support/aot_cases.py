@@ -25,7 +25,7 @@ from tests.support.recurrent import Layer, States, batch_of
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
-INVARIANT = InvariantOps(has_eight_bits=True)
+INVARIANT = InvariantOps(fp8)
 LAYERS = 4
 
 
@@ -220,7 +220,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
     for rows in (logits, edited):
         SAMPLING_OPS.choose(rows, floats, floats, ints.int(), floats, ints, ints)
     counts = torch.zeros(2, vocab_size, dtype=torch.int32)
-    SAMPLING_OPS.penalize(edited, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
+    SAMPLING_OPS.penalize(edited, ints, ints, counts, torch.zeros(2, 3))
     SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
 
 

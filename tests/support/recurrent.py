@@ -57,9 +57,8 @@ class Layer:
         return replace(self, inputs=DeltaInputs(*(each[tokens] for each in self.inputs)))
 
     def run(self, ops: Ops, states: StatePages, batch: ForwardBatch) -> torch.Tensor:
-        recurrent = ops.recurrent
-        qkv = recurrent.convolve(self.inputs.qkv, self.weight, self.bias, states, batch, True)
-        return recurrent.delta_rule(self.inputs._replace(qkv=qkv), self.heads, states, batch)
+        qkv = ops.convolve(self.inputs.qkv, self.weight, self.bias, states, batch, True)
+        return ops.delta_rule(self.inputs._replace(qkv=qkv), self.heads, states, batch)
 
 
 class States:

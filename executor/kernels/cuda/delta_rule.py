@@ -29,7 +29,7 @@ from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 CHUNK = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows
 SUB = tl.constexpr(16)  # tokens of a chunk's diagonal blocks, which are inverted token by token
 COLUMNS = 64  # state columns per program; half of them where products read registers
-FINISHED = 16  # tokens per program of `_finish`
+FINISHED = tl.constexpr(16)  # tokens per program of `_finish`
 
 
 class Sizes(NamedTuple):
@@ -95,8 +95,8 @@ def delta_rule(
             num_warps=4 if is_wide else 8,
             num_stages=2 if is_wide else 1,
         )
-        _finish[(triton.cdiv(count, FINISHED), num_heads)](
-            *(made, z, norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
+        _finish[(triton.cdiv(count, FINISHED.value), num_heads)](
+            *(made, z, norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, num_warps=4
         )
     return out
 
@@ -334,10 +334,10 @@ def _advance(
 
 
 @kernel
-def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr, TOKENS: tl.constexpr):
-    """Normalize and gate one head of TOKENS tokens."""
+def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr):
+    """Normalize and gate one head of FINISHED tokens."""
     head = tl.program_id(1)
-    token = (first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    token = (first + tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)).to(tl.int64)[:, None]
     j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))[None, :]
     inside = (token < end) & (j < SIZES.value_dim)
     place = token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j

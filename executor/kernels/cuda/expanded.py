@@ -23,7 +23,7 @@ from penstock.executor.kernels.cuda.tile_order import find_row, order_tiles
 from penstock.executor.kernels.cuda.tiles import expanded_tile
 
 PIECE_ELEMENTS = 1 << 27  # maximum elements of expanded keys and values: 256 MiB in bfloat16
-GATHERED_ROWS = 16  # positions per program of the gathering kernel
+GATHERED_ROWS = tl.constexpr(16)  # positions per program of the gathering kernel
 
 
 class ExpandedPiece(NamedTuple):
@@ -77,15 +77,12 @@ def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: in
     gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
     rows = len(starts) - 1
     # Every row may end with a partially filled tile.
-    pointers = latents, tables, starts, gathered
-    numbers = tables.stride(0), first, rows
-    _gather_latents[(positions // GATHERED_ROWS + rows,)](
-        *pointers,
-        *numbers,
+    _gather_latents[(positions // GATHERED_ROWS.value + rows,)](
+        *(latents, tables, starts, gathered),
+        *(tables.stride(0), first, rows),
         ROPE=rope_dim,
         RANK=rank,
         PAGES=layout_of(latents),
-        ROWS=GATHERED_ROWS,
         num_warps=4,
     )
     return gathered
@@ -124,11 +121,10 @@ def _gather_latents(
     ROPE: tl.constexpr,
     RANK: tl.constexpr,
     PAGES: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, ROWS)
+    row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, GATHERED_ROWS)
     start = tl.load(starts_ptr + row)
-    position = tile * ROWS + tl.arange(0, ROWS)
+    position = tile * GATHERED_ROWS + tl.arange(0, GATHERED_ROWS)
     inside = position < tl.load(starts_ptr + row + 1) - start
     table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
     cells = page_offsets(page_numbers(table_ptr, position, inside, PAGES), position, PAGES)

@@ -66,11 +66,9 @@ def weighted_sum(
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
     out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
-    pointers = parts, slots, shares, parts if added is None else added, out
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK.value))](
-        *pointers,
-        slots.numel(),
-        first,
+        *(parts, slots, shares, parts if added is None else added, out),
+        *(slots.numel(), first),
         WIDTH=width,
         TOP_K=top_k,
         NUM_SLOTS=num_slots,

@@ -16,12 +16,15 @@ from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda.dependent import allow_next, is_dependent, wait_for_previous
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
 from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
-from penstock.executor.kernels.cuda.tiles import few_rows_tile, power_of_2
+from penstock.executor.kernels.cuda.tiles import power_of_2
 
 MAX_ROWS = 2
 # For larger weights cuBLAS is faster despite its launch overhead: on an H100 the products of a Qwen3-0.6B layer take
 # 22 µs here and 29 µs there, those of a Llama-3.1-8B layer 180 µs and 172 µs.
 MAX_BYTES = 16 << 20
+# The fastest of eleven tiles measured on an H100 with the shapes of Qwen3-0.6B.
+DEPTH = 1024  # numbers of each weight row per step
+UNROLL = 4  # steps whose loads are in flight together
 
 
 def linear(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,23 +61,27 @@ def _multiply(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None, activ
     assert residual.is_contiguous() and update.dtype is weight.dtype and weight.shape[1] == depth
     width = len(weight) if activation is None else len(weight) // 2
     out = torch.empty((rows, width), dtype=update.dtype, device=update.device)
-    tile = few_rows_tile(width)
-    _few_rows[(triton.cdiv(width, tile.columns),)](
+    columns = columns_of(width)
+    _few_rows[(triton.cdiv(width, columns),)](
         *(update, residual, norm, weight, update if bias is None else bias, total, out),
-        rows,
-        eps,
+        *(rows, eps),
         K=depth,
         WIDTH=width,
         ACTIVATION=activation,
         NORMED=isinstance(x, NormedRows),
         HAS_BIAS=bias is not None,
         ROWS=power_of_2(rows),
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        UNROLL=min(tile.unroll, triton.cdiv(depth, tile.depth)),
-        num_warps=tile.num_warps,
+        COLUMNS=columns,
+        DEPTH=DEPTH,
+        UNROLL=min(UNROLL, triton.cdiv(depth, DEPTH)),
+        num_warps=4,
     )
     return out
+
+
+def columns_of(width: int) -> int:
+    """Return the number of weight rows per program."""
+    return 4 if width >= 2048 else 2
 
 
 @kernel

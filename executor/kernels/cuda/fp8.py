@@ -1,5 +1,7 @@
 """Quantizes rows to FP8, alone or as the end of a norm or of a gate, for products with block-scaled FP8 weights."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -17,23 +19,14 @@ LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BL
 GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
 
 
-def quantize(x: Tensor) -> Quantized:
-    return _quantize(x, x.shape[1], is_gated=False)
-
-
-def silu_mul_quantize(gate_up: Tensor) -> Quantized:
-    return _quantize(gate_up, gate_up.shape[1] // 2, is_gated=True)
-
-
-def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
+def quantize(x: Tensor, is_gated: bool = False) -> Quantized:
+    """Quantize x or, with `is_gated`, SiLU(first half of a row) * second half."""
     assert x.stride(1) == 1
+    width = x.shape[1] // 2 if is_gated else x.shape[1]
     values, scales = make_quantized(len(x), width, x.device)
     grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
     _quantize_rows[grid](
-        x,
-        values,
-        scales,
-        scales.stride(1),
+        *(x, values, scales, scales.stride(1)),
         STRIDE=x.stride(0),
         WIDTH=width,
         GATED=is_gated,
@@ -42,17 +35,17 @@ def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
     return values, scales
 
 
+silu_mul_quantize = partial(quantize, is_gated=True)
+
+
 def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
     rows, width = x.shape
     assert x.stride(1) == residual.stride(1) == 1 and x.dtype is residual.dtype and weight.is_contiguous()
     values, scales = make_quantized(rows, width, x.device)
     total = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = power_of_2(width)
-    pointers = x, residual, weight, values
-    numbers = scales, total, scales.stride(1), eps
     _norm_quantize[(rows,)](
-        *pointers,
-        *numbers,
+        *(x, residual, weight, values, scales, total, scales.stride(1), eps),
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,

@@ -32,11 +32,9 @@ def latent_rope_and_store(
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
     q_programs = triton.cdiv(num_heads, tile.columns)
-    pointers = goal, q, down, weight, cos, sin, positions, latents, kv_slots
-    numbers = first, tokens, eps
     _latent_rope[(triton.cdiv(tokens, tile.rows), q_programs + 1)](
-        *pointers,
-        *numbers,
+        *(goal, q, down, weight, cos, sin, positions, latents, kv_slots),
+        *(first, tokens, eps),
         GOAL_DIM=width,
         Q_STRIDE=q.stride(0),
         DOWN_STRIDE=down.stride(0),

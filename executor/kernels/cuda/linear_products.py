@@ -60,7 +60,14 @@ def _multiply(x: Scaled, weight: Weight, dtype: torch.dtype, bias: Tensor | None
     parts = out.new_empty((splits, *out.shape), dtype=torch.float32) if is_joined else out
     multiply((values, scales), weight, (parts, None), tile, bias=bias, splits=splits, in_order=in_order)
     if is_joined and len(values):
-        _join(parts, out, bias)
+        _join_splits[(triton.cdiv(out.numel(), JOIN_BLOCK.value),)](
+            *(parts, out if bias is None else bias, out),
+            out.numel(),
+            SPLITS=splits,
+            WIDTH=width,
+            IS_BIASED=bias is not None,
+            num_warps=4,
+        )
     return out
 
 
@@ -75,19 +82,6 @@ def _divide(rows: int, weight: Weight, itemsize: int, is_fixed: bool) -> tuple[T
     if not is_fixed:
         splits = depth_splits(programs, depth, tile.rows)
     return tile, splits, splits > 1 and is_fixed and programs >= FIXED_PROGRAMS
-
-
-def _join(parts: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """Add up the splits of a product, [splits, rows, width], and the bias to `out`."""
-    size = out.numel()
-    _join_splits[(triton.cdiv(size, JOIN_BLOCK.value),)](
-        *(parts, out if bias is None else bias, out),
-        size,
-        SPLITS=len(parts),
-        WIDTH=out.shape[1],
-        IS_BIASED=bias is not None,
-        num_warps=4,
-    )
 
 
 def is_cublas(rows: int, width: int) -> bool:
@@ -122,7 +116,7 @@ def _join_splits(
     WIDTH: tl.constexpr,
     IS_BIASED: tl.constexpr,
 ):
-    """Add up the splits of a product in order of depth."""
+    """Add up the splits of a product, [splits, rows, WIDTH], in order of depth, and the bias."""
     wait_and_allow_next()
     index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
     inside = index < size

@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.executor.kernels import IN_PROMPT
 from penstock.executor.kernels.cuda.launch import kernel
 
 BLOCK = tl.constexpr(2048)  # logits per program
+PROMPT_FLAG = tl.constexpr(IN_PROMPT)
 
 
-def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
+def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
     num, vocab_size = len(rows), counts.shape[1]
     assert logits.stride(1) == 1 and logits.shape[1] >= vocab_size
     assert counts.is_contiguous() and counts.dtype == torch.int32
@@ -18,14 +20,7 @@ def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_pro
     assert all(index.dtype == torch.int64 for index in (rows, slots))
     assert coefficients.shape == (num, 3) and coefficients.is_contiguous() and coefficients.dtype == torch.float32
     _penalize[num, triton.cdiv(vocab_size, BLOCK.value)](
-        logits,
-        rows,
-        slots,
-        counts,
-        coefficients,
-        STRIDE=logits.stride(0),
-        VOCAB=vocab_size,
-        IN_PROMPT=in_prompt,
+        logits, rows, slots, counts, coefficients, STRIDE=logits.stride(0), VOCAB=vocab_size
     )
 
 
@@ -49,7 +44,6 @@ def _penalize(
     coefficients_ptr,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
-    IN_PROMPT: tl.constexpr,
 ):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +51,7 @@ def _penalize(
     count = tl.load(counts_ptr + tl.load(slots_ptr + index) * VOCAB + token, mask=token < VOCAB, other=0)
     is_seen = count != 0
     x = tl.load(logits_ptr, mask=is_seen, other=0.0).to(tl.float32)
-    sampled = (count & (IN_PROMPT - 1)).to(tl.float32)
+    sampled = (count & (PROMPT_FLAG - 1)).to(tl.float32)
     coefficients_ptr += 3 * index
     repetition = tl.load(coefficients_ptr)
     x = tl.where(x > 0, x / repetition, x * repetition)

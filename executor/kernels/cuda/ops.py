@@ -25,20 +25,13 @@ from penstock.executor.kernels.cuda import (
     rows,
     step_inputs,
 )
-from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.kernels.weight import numbers
 from penstock.executor.protocol import ExecutorError
 
 __all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products", "choose_ops", "step_inputs"]
 
 
-class _Recurrent:
-    convolve = staticmethod(convolution.convolve)
-    delta_rule = staticmethod(delta_rule.delta_rule)
-
-
 class CudaOps:
-    recurrent: RecurrentOps = _Recurrent()
     has_packed = True
     max_normed_rows = few_rows.MAX_ROWS
     linear: Callable[..., Tensor] = staticmethod(linear_products.linear)
@@ -51,6 +44,8 @@ class CudaOps:
     paged_attention = staticmethod(attention_ops.paged_attention)
     latent_attention = staticmethod(attention_ops.latent_attention)
     choose_experts = staticmethod(routing.choose_experts)
+    convolve = staticmethod(convolution.convolve)
+    delta_rule: Callable[..., Tensor] = staticmethod(delta_rule.delta_rule)
     expanded_attention = staticmethod(expanded.expanded_attention)
     fused_experts = staticmethod(expert_products.fused_experts)
 
@@ -68,11 +63,6 @@ class CudaSampling:
     mask = staticmethod(logit_edits.mask)
 
 
-class _FixedRecurrent:
-    convolve = staticmethod(convolution.convolve)
-    delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
-
-
 class InvariantOps(CudaOps):
     """Kernels with a fixed order of every sum, independent of the batch, for `batch_invariant`. Operations that are not
     overridden here already work row by row in `CudaOps`."""
@@ -81,10 +71,7 @@ class InvariantOps(CudaOps):
     linear = staticmethod(partial(linear_products.linear, is_fixed=True))
     paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
-    recurrent: RecurrentOps = _FixedRecurrent()
-
-    def __init__(self, has_eight_bits: bool) -> None:
-        super().__init__(fp8 if has_eight_bits else None)
+    delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
 
     @staticmethod
     def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
@@ -102,5 +89,5 @@ def choose_ops(card: Card, is_invariant: bool) -> Ops:
                 f"batch_invariant: given; it needs a GPU of compute capability {FIXED_ON}, and this one is of "
                 f"{'.'.join(map(str, card.capability))}"
             )
-        return InvariantOps(card.has_eight_bits)
+        return InvariantOps(fp8 if card.has_eight_bits else None)
     return OPS if card.has_eight_bits else CudaOps(blocks=None)

@@ -49,11 +49,9 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     tile = rope_tile(kv_heads, power_of_2(max(half, dim - 2 * half)))
     q_programs = triton.cdiv(q_heads, tile.columns)
     weights = (cos if weight is None else weight for weight in (q_weight, k_weight))
-    pointers = q, k, values, cos, sin, positions, k_pages, v_pages, kv_slots, *weights, rotated
     _rope_and_store[(triton.cdiv(tokens, tile.rows), q_programs + triton.cdiv(kv_heads, tile.columns))](
-        *pointers,
-        tokens,
-        eps,
+        *(q, k, values, cos, sin, positions, k_pages, v_pages, kv_slots, *weights, rotated),
+        *(tokens, eps),
         Q_STRIDES=q.stride(),
         K_STRIDES=k.stride(),
         V_STRIDES=values.stride(),

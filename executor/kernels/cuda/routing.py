@@ -36,11 +36,9 @@ def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared
     assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous())
     ids = torch.empty((tokens, choices), dtype=torch.int32, device=logits.device)
     shares = torch.empty((tokens, choices), dtype=torch.float32, device=logits.device)
-    pointers = logits, logits if bias is None else bias, ids, shares
-    numbers = tokens, moe.renormalize_eps, float(moe.scale)
     _choose[(triton.cdiv(tokens, TOKENS.value),)](
-        *pointers,
-        *numbers,
+        *(logits, logits if bias is None else bias, ids, shares),
+        *(tokens, moe.renormalize_eps, float(moe.scale)),
         STRIDE=logits.stride(0),
         EXPERTS=moe.num_experts,
         TOP_K=moe.top_k,
@@ -71,11 +69,9 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
         _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
-    pointers = slots, counts, ids, tiles
-    numbers = entries, first, num_tiles, chunks
     _scatter_entries[(chunks,)](
-        *pointers,
-        *numbers,
+        *(slots, counts, ids, tiles),
+        *(entries, first, num_tiles, chunks),
         ROWS=rows,
         AT_ONCE=CHUNKS_AT_ONCE,
         PART=max(16, PAIRS // bins),

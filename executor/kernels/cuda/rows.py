@@ -24,15 +24,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     assert x.dtype is residual.dtype and x.shape == residual.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y)
-    _launch_norm(x, residual, weight, y, total, eps, adds=True)
-    return y, total
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return add_rms_norm_to(NormedRows(x, residual, total, weight, eps)), total
 
 
 def add_rms_norm_to(rows: NormedRows) -> Tensor:
     """Return the normed sum, like `add_rms_norm`, and write the sum to `rows.total`."""
-    y = torch.empty_like(rows.update)
+    y = torch.empty_like(rows.total)
     _launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
     return y
 
@@ -45,11 +43,9 @@ def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
         return
     block = power_of_2(width)
     together = max(1, NORM_BLOCK // block)
-    pointers = x, residual, weight, y, total
     _norm[(triton.cdiv(rows, together),)](
-        *pointers,
-        rows,
-        eps,
+        *(x, residual, weight, y, total),
+        *(rows, eps),
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
@@ -67,9 +63,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         tile = gate_tile(width)
         _gate_rows[(triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns))](
-            gate_up,
-            out,
-            rows,
+            *(gate_up, out, rows),
             WIDTH=width,
             ACTIVATION=activation,
             **tile.constants(),

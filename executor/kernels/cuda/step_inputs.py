@@ -10,6 +10,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.state import HEADER, OPTIONS, StateLayout
 
 CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
+ROWS_AT, PER_SLOT = tl.constexpr(HEADER), tl.constexpr(OPTIONS)
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
@@ -43,14 +44,10 @@ def prepare(
         top_k=empty(int32, rows),
         seeds=empty(int64, rows),
     )
-    pointers = packed, state, *made
-    numbers = rows, table_width, layout.width, layout.blocks_at, layout.max_blocks, layout.options_at, layout.spare
     _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK.value)](
-        *pointers,
-        *numbers,
+        *(packed, state, *made),
+        *(rows, table_width, layout.width, layout.blocks_at, layout.max_blocks, layout.options_at, layout.spare),
         PAGE=layout.block_size,
-        HEADER=HEADER,
-        OPTIONS=OPTIONS,
         num_warps=4,
     )
     return made
@@ -96,16 +93,14 @@ def _prepare(
     options_at,
     spare,
     PAGE: tl.constexpr,
-    HEADER: tl.constexpr,
-    OPTIONS: tl.constexpr,
 ):
     """Gather the inputs of one row: a chunk of its tokens and of its block table per program."""
     row = tl.program_id(0)
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     is_real = row < tl.load(packed_ptr)
-    begin = tl.load(packed_ptr + HEADER + row)
-    count = tl.load(packed_ptr + HEADER + row + 1) - begin
-    columns_ptr = packed_ptr + HEADER + rows + 1 + row
+    begin = tl.load(packed_ptr + ROWS_AT + row)
+    count = tl.load(packed_ptr + ROWS_AT + row + 1) - begin
+    columns_ptr = packed_ptr + ROWS_AT + rows + 1 + row
     slot = tl.load(columns_ptr, mask=is_real, other=0)
     start = tl.load(columns_ptr + rows, mask=is_real, other=0)
     write_from = tl.load(columns_ptr + 2 * rows, mask=is_real, other=0)
@@ -127,7 +122,7 @@ def _prepare(
     if tl.program_id(1) == 0:
         tl.store(contexts_ptr + row, context)
         tl.store(targets_ptr + row, tl.where(is_real, slot * width + context, spare).to(tl.int64))
-        options_ptr = state_ptr + options_at + slot * OPTIONS
+        options_ptr = state_ptr + options_at + slot * PER_SLOT
         _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr)
 
 

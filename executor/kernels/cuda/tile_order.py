@@ -34,11 +34,8 @@ def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: in
         order = torch.full((tiles, 2), -1, dtype=torch.int32, device=device)
         # Every row may end with a partially filled tile.
         _order[(sum(lens) * per_token // tile.rows + len(lens),)](
-            batch.query_starts,
-            batch.context_lens,
-            order,
-            first_row,
-            len(lens),
+            *(batch.query_starts, batch.context_lens, order),
+            *(first_row, len(lens)),
             PER_TOKEN=per_token,
             ROWS=tile.rows,
             IS_PADDED=is_padded,

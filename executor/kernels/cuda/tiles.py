@@ -169,18 +169,6 @@ def gate_tile(width: int) -> Tile:
     return Tile(1024 // columns, columns, 4, 1)
 
 
-class FewRowsTile(NamedTuple):
-    columns: int  # weight rows per program
-    depth: int  # elements of each row per step
-    unroll: int  # steps whose loads are in flight together
-    num_warps: int
-
-
-def few_rows_tile(width: int) -> FewRowsTile:
-    """Return the fastest of eleven tiles measured on an H100 with the shapes of Qwen3-0.6B."""
-    return FewRowsTile(4 if width >= 2048 else 2, 1024, 4, 4)
-
-
 def row_warps(width: int) -> int:
     """Return the number of warps for a kernel that keeps a row of `width` in registers."""
     return 1 if width <= 256 else 4 if width <= 4096 else 8 if width <= 8192 else 16

@@ -55,12 +55,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For interpreted whole models: a product of few rows has one program for every 64 columns instead of every two."""
-    from penstock.executor.kernels.cuda.tiles import FewRowsTile
+    from penstock.executor.kernels.cuda import few_rows
 
     if not HAS_GPU:
-        monkeypatch.setattr(
-            "penstock.executor.kernels.cuda.few_rows.few_rows_tile", lambda _: FewRowsTile(64, 128, 1, 4)
-        )
+        for name, value in (("columns_of", lambda _: 64), ("DEPTH", 128), ("UNROLL", 1)):
+            monkeypatch.setattr(few_rows, name, value)
 
 
 @pytest.fixture(autouse=True)

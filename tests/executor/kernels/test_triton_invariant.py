@@ -35,7 +35,7 @@ from tests.support.paged import Cache, attend, random
 from tests.support.recurrent import Layer, States, batch_of
 from tests.support.twins import torch_ops
 
-OPS = InvariantOps(has_eight_bits=True)
+OPS = InvariantOps(fp8)
 CPU = torch.device("cpu")
 Rows = list[tuple[int, int, int]]
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.kernels import IN_PROMPT
 from penstock.executor.kernels.cuda import draw_tokens as sampling
 from penstock.executor.kernels.cuda import logit_edits
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
@@ -180,16 +181,15 @@ def test_the_generator_is_philox() -> None:
 
 @every_dtype
 def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    in_prompt = 1 << 30
     logits = random(4, 2500, dtype=dtype).to(device)[:, :2304]
     counts = torch.zeros(3, 2300, dtype=torch.int32, device=device)
     counts[:, ::7] = 2
-    counts[:, ::5] |= in_prompt
+    counts[:, ::5] |= IN_PROMPT
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
     given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
-    sampling_twin.penalize(expected, rows, slots, counts, in_prompt, given)
-    logit_edits.penalize(logits, rows, slots, counts, in_prompt, given)
+    sampling_twin.penalize(expected, rows, slots, counts, given)
+    logit_edits.penalize(logits, rows, slots, counts, given)
     close(logits, expected)
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 

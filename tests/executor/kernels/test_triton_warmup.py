@@ -24,7 +24,6 @@ from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.kernels.lora import LoraSlots
-from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
@@ -50,7 +49,7 @@ TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, 
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
 SomeAdapters = tuple[str | None, ...]
-NESTED = {"blocks": BlockOps, "recurrent": RecurrentOps}
+NESTED = {"blocks": BlockOps}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`RecurrentOps` in plain torch, as this module is one: the reference of the kernels in C and in Triton."""
+"""The recurrent operations of `Ops` in plain torch: the reference of the kernels in C and in Triton."""
 
 from itertools import pairwise
 

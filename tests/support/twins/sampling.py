@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.executor.kernels import IN_PROMPT
+
 # The noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
 LANES, OUTPUTS = 1024, 4
 _U32 = 0xFFFF_FFFF
@@ -53,10 +55,10 @@ def _philox(seeds: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3))
 
 
-def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
+def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
     vocab_size = counts.shape[1]
     seen = counts[slots.long()]
-    sampled = (seen & (in_prompt - 1)).float()
+    sampled = (seen & (IN_PROMPT - 1)).float()
     values = logits[rows.long(), :vocab_size]
     wide = values.float()
     repetition, frequency, presence = coefficients[..., None].unbind(1)

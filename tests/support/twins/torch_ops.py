@@ -24,7 +24,6 @@ from penstock.executor.kernels import (
     ScoreExtras,
 )
 from penstock.executor.kernels.cpu_ops import CpuOps, latent_parts
-from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.kernels.weight import Weight
 from tests.support.twins import eight_bits, grouped
 from tests.support.twins import recurrent as recurrent_twin
@@ -33,7 +32,7 @@ fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
 has_packed = False
 max_normed_rows = 0
-recurrent: RecurrentOps = recurrent_twin
+convolve, delta_rule = recurrent_twin.convolve, recurrent_twin.delta_rule
 choose_experts = CpuOps.choose_experts  # plain torch
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
