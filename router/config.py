@@ -87,14 +87,12 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    backends = [Backend.of(text) for text in config.backends]
-    urls = [each.url for each in backends]
+    urls = [Backend.of(text).url for text in config.backends]
     for url in urls:
         if urls.count(url) > 1:
             raise RouteError(f"backend: {url} is given more than once")
     return replace(
         config,
-        backends=tuple(each.text for each in backends),
         api_keys=api_keys,
         admin_api_keys=admin_api_keys,
         backend_api_key=backend_api_key,

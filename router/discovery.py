@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.engine.http.errors import HttpError
 from penstock.router.backend import Backend, RouteError
-from penstock.router.background import Tasks, keep_running
+from penstock.router.background import Tasks
 
 log = logging.getLogger("penstock.router")
 
@@ -48,7 +48,7 @@ class Discovery:
     """Keeps the fleet in line with its sources. `apply` adds ("POST") or removes ("DELETE") a replica. Replicas that were
     not added here are left alone."""
 
-    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, str], None]) -> None:
+    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, Backend], None]) -> None:
         self._sources = sources
         self._apply = apply
         self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
@@ -58,7 +58,7 @@ class Discovery:
 
     def start(self) -> None:
         for source in self._sources:
-            self._tasks.spawn(keep_running(f"discovery by {source}", partial(self._follow, source)))
+            self._tasks.keep_running(f"discovery by {source}", partial(self._follow, source))
 
     async def _follow(self, source: str) -> None:
         said = ""
@@ -90,7 +90,7 @@ class Discovery:
 
     def _change(self, method: str, text: str) -> bool:
         try:
-            self._apply(method, text)
+            self._apply(method, Backend.of(text, "discover"))
         except (HttpError, RouteError) as error:  # added by the operator too, or its key is not set
             log.warning("discover: %s: %s", text, error)
             return False

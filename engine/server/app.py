@@ -42,7 +42,7 @@ class ServerApp:
         self.kv_events = KvEvents(service)
         self._ignored = IgnoredNames()
         self._keys = Keys(config.api_keys)
-        self._lines = AccessLog(form, "engine") if (form := config.access_log) != "off" else None
+        self._lines = AccessLog(config.access_log, "engine")
         table = routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in table)
@@ -82,7 +82,7 @@ class ServerApp:
             status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
             spans.end(call, route, status)
-            if self._lines is not None and (level := self._lines.level(route in QUIET_ROUTES)) is not None:
+            if (level := self._lines.level(route in QUIET_ROUTES)) is not None:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _template(self, path: str) -> str:

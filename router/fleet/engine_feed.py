@@ -35,8 +35,7 @@ class EngineSource:
         self.is_connected = False
         self._context, self._backend, self._fingerprint = context, backend, fingerprint
         self._block_size = block_size
-        self.last: int | None = None  # the number of the last batch
-        self.blocks = self._no_blocks()
+        self._forget()
 
     def view(self) -> dict[str, object]:
         return {
@@ -149,10 +148,8 @@ class EngineSource:
         return list(self.blocks.snapshot())
 
     def _forget(self) -> None:
-        self.last, self.blocks = None, self._no_blocks()
-
-    def _no_blocks(self) -> EngineBlocks:
-        return EngineBlocks(self._fingerprint, self._block_size, secrets.token_hex(8))
+        self.last: int | None = None  # the number of the last batch
+        self.blocks = EngineBlocks(self._fingerprint, self._block_size, secrets.token_hex(8))
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

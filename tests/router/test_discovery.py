@@ -98,7 +98,7 @@ def test_a_source_that_fails_for_once_is_followed_on(monkeypatch: pytest.MonkeyP
         return list(answer)
 
     async def follow() -> None:
-        following = discovery.Discovery(("dns:vllm:8000",), lambda method, text: found.append(f"{method} {text}"))
+        following = discovery.Discovery(("dns:vllm:8000",), lambda method, new: found.append(f"{method} {new.url}"))
         following.start()
         async with asyncio.timeout(60):
             while len(found) < 3:
