@@ -22,7 +22,6 @@ class Constraints:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
         self._filler: MaskFiller | None = None  # created with the first constrained request
-        self._is_filling = False  # masks are being filled
 
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
@@ -91,7 +90,6 @@ class Constraints:
         rows = None if self._filler is None else self._masked_rows()
         if rows is not None:
             assert self._filler is not None
-            self._is_filling = True
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:
@@ -101,9 +99,8 @@ class Constraints:
         """
         if self._filler is None:
             return []
-        if self._is_filling:
+        if self._filler.is_filling:
             masks = self._filler.finish()
-            self._is_filling = False
         else:
             rows = self._masked_rows()
             if rows is None:

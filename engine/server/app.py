@@ -40,7 +40,7 @@ class ServerApp:
         config = service.config
         self.service = service
         self.kv_events = KvEvents(service)
-        self._ignored = IgnoredNames()
+        self._logged: set[str] = set()  # names of ignored fields
         self._keys = Keys(config.api_keys)
         self._lines = AccessLog(config.access_log, "engine")
         table = routes(service, self.kv_events)
@@ -72,7 +72,7 @@ class ServerApp:
                 echoed_id = (call.client_id or call.id).encode()
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed_id)]
                 if call.ignored:
-                    message["headers"].append(self._ignored.header(call.ignored))
+                    message["headers"].append(self._ignored_header(call.ignored))
             await send(message)
 
         try:
@@ -84,6 +84,16 @@ class ServerApp:
             spans.end(call, route, status)
             if (level := self._lines.level(route in QUIET_ROUTES)) is not None:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
+
+    def _ignored_header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
+        """Return the header with the ignored parts of a request, which the handlers collect in `Call.ignored`. Each name
+        is logged once."""
+        shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("requests have %s, which is not served here and is ignored", name)
+        return IGNORED_HEADER, clip(", ".join(shown), MAX_HEADER_CHARS).replace("…", "...").encode()
 
     def _template(self, path: str) -> str:
         """Return the route template of a path, so that clients cannot create new values of the metric label."""
@@ -138,20 +148,3 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
-
-
-class IgnoredNames:
-    """Reports ignored parts of requests, which the handlers collect in `Call.ignored`: once per name in the log, and in a
-    header of each response."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
-        """Log the names that have not been logged yet, and return the header with all names."""
-        shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
-        for name in shown:
-            if name not in self._logged and len(self._logged) < MAX_LOGGED:
-                self._logged.add(name)
-                log.warning("requests have %s, which is not served here and is ignored", name)
-        return IGNORED_HEADER, clip(", ".join(shown), MAX_HEADER_CHARS).replace("…", "...").encode()

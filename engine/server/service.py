@@ -7,6 +7,7 @@ tokenized count as if they were queued already.
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -52,6 +53,7 @@ class Service:
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.responses = ResponseStore()
         self.is_draining = False
+        self.started = int(time.time())
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count
         self._seeds = None if config.seed is None else random.Random(config.seed)

@@ -108,7 +108,7 @@ class Tools:
     def __init__(self, config: ServerConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         source = template.source if template is not None else ""
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._config = tokenizer, config
         named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
         if named == "auto":
             has_tools = template is not None and template.has_tools
@@ -119,12 +119,9 @@ class Tools:
             log.warning(
                 "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
             )
-        self._is_off = named == "none"
         self.unheld: dict[bytes, None] = {}  # sets of optional tools whose grammar was refused
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
-        self._constrains_auto = config.constrain_auto_tools
-        self._coerces_one_of = config.coerce_one_of
         texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
@@ -139,7 +136,7 @@ class Tools:
                 raise InvalidRequest("tool_choice", "there are no tools to choose from")
             return None
         asked = request.structured_outputs
-        functions = _functions(tools, self._coerces_one_of or (asked is not None and asked.coerce_one_of))
+        functions = _functions(tools, self._config.coerce_one_of or (asked is not None and asked.coerce_one_of))
         if isinstance(choice, NamedTool):
             chosen = choice.function.name
             functions = [function for function in functions if function.name == chosen]
@@ -148,7 +145,7 @@ class Tools:
         if choice == "none":
             return None
         if self.form is None:
-            raise InvalidRequest("tools", _OFF if self._is_off else _UNKNOWN)
+            raise InvalidRequest("tools", _OFF if self._config.tool_call_parser == "none" else _UNKNOWN)
         must = choice != "auto"
         if must:
             functions = [function._replace(is_strict=True) for function in functions]
@@ -168,7 +165,7 @@ class Tools:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `begun`: the
         text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        holds = self._constrains_auto and holds_optional
+        holds = self._config.constrain_auto_tools and holds_optional
         is_held = calls is not None and (calls.must or wanted is not None or holds)
         shows = request.include_reasoning is not False
         outputs = self._constraint(calls if is_held else None, wanted, thought)
