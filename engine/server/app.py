@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Authentication, Keys
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
-from penstock.engine.server.call import Call, client_id
+from penstock.engine.server.call import Call
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.routes import routes
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -60,7 +60,7 @@ class ServerApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["penstock.call"] = Call(client_id(scope["headers"]))
+        call = scope["penstock.call"] = Call(scope["headers"])
         status = 500  # if no response is sent
         spans = self.service.spans
         spans.begin(call, scope)

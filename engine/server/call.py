@@ -14,11 +14,12 @@ from penstock.engine.http.errors import clean_id
 
 
 class Call:
-    """One HTTP request. `id` is random; `client_id` is the client's sanitized request id, only echoed and logged."""
+    """One HTTP request. `id` is random; `client_id` is the client's X-Request-Id, cleaned, only echoed and logged."""
 
-    def __init__(self, client_id: str | None) -> None:
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.id = secrets.token_hex(16)
-        self.client_id = client_id
+        ids = (clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id")
+        self.client_id = next(ids, None)
         self.created = int(time.time())
         self.begun_s = time.monotonic()
         self.model = ""  # the name that the client used
@@ -72,8 +73,3 @@ class NoSpans:
     def phases(self, call: Call) -> None: ...
     def end(self, call: Call, route: str, status: int) -> None: ...
     def close(self) -> None: ...
-
-
-def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the client's X-Request-Id, truncated and sanitized for use in a header and in a log line, or None."""
-    return next((clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id"), None)
