@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import parse_qs
 
 from penstock.engine.front.answer import Answer
 from penstock.engine.http.errors import clean_id
@@ -32,6 +33,11 @@ class Call:
         self.is_stream = False
         self.trace_id: str | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        """The parameters in the URL."""
+        return parse_qs(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
 
     @property
     def num_prompt_tokens(self) -> int:

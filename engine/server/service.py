@@ -28,11 +28,11 @@ from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ModelInfo
+from penstock.executor.protocol import ModelInfo, WeightsError
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
-REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # the errors that as_http_error converts
+REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # the errors that as_http_error converts
 
 
 class Service:
@@ -188,5 +188,7 @@ def as_http_error(error: Exception, call: Call) -> HttpError:
         return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
     if isinstance(error, EngineDead):
         return HttpError(503, str(error))
+    if isinstance(error, WeightsError):
+        return HttpError(409, str(error))
     assert isinstance(error, HttpError)
     return error

@@ -49,12 +49,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Reading:
     """Parses one choice into pieces (text, reasoning, calls) for all chat APIs. Without a reader, all of it is text."""
 
-    def __init__(
-        self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
-    ) -> None:
-        self._reader = reader
-        self._id_length = id_length
-        self._shows_reasoning = shows_reasoning
+    def __init__(self, plan: "ReadingPlan", reader: AnswerReader | HarmonyReader | None) -> None:
+        self._plan, self._reader = plan, reader
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         """Return the pieces that the next text of the answer completes, with an id for every call."""
@@ -66,7 +62,7 @@ class Reading:
         return [
             piece._replace(id=self._new_id()) if isinstance(piece, CallStart) else piece
             for piece in found
-            if self._shows_reasoning or not isinstance(piece, Reasoning)
+            if self._plan.shows_reasoning or not isinstance(piece, Reasoning)
         ]
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
@@ -75,9 +71,9 @@ class Reading:
         return "tool_calls" if reason == "stop" and has_called else reason
 
     def _new_id(self) -> str:
-        if self._id_length == SHORT_ID:
-            return secrets.token_hex(SHORT_ID)[:SHORT_ID]
-        return f"call_{secrets.token_hex(self._id_length // 2)}"
+        assert self._plan.calls is not None
+        length = self._plan.calls.form.id_length
+        return secrets.token_hex(length)[:length] if length == SHORT_ID else f"call_{secrets.token_hex(length // 2)}"
 
 
 @dataclass(frozen=True)
@@ -96,10 +92,9 @@ class ReadingPlan:
     def begin(self) -> Reading:
         """Return a new parser for one choice."""
         if self.is_plain:
-            return Reading(None)
+            return Reading(self, None)
         kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
-        reader = kind(self.calls, self.thinking, is_certain=self.is_certain)
-        return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
+        return Reading(self, kind(self.calls, self.thinking, is_certain=self.is_certain))
 
 
 class Tools:
