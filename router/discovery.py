@@ -30,18 +30,13 @@ SOURCE = re.compile(r"file:(?P<path>.+)|dns:(?P<host>[A-Za-z0-9._-]+):(?P<port>\
 
 
 def check_source(text: str) -> re.Match[str]:
-    """Parse a source; raise RouteError if it is not one."""
+    """Parse a source; raise RouteError if it is not one, or if its words are not those of a replica."""
     found = SOURCE.fullmatch(text)
     if found is None:
         hint = "; dns: with a headless Service covers Kubernetes" if text.startswith(("k8s:", "srv:")) else ""
         raise RouteError(f"discover: {text[:120]!r}; file:PATH or dns:HOST:PORT is expected{hint}")
+    Backend.of(f"http://h:{found['port'] or 1}{found['words'] or ''}", "discover")  # the lines of a file have their own
     return found
-
-
-def discovered_like(source: str) -> Backend:
-    """Return a replica with the words that the source gives each replica it finds. The lines of a file have their own."""
-    found = check_source(source)
-    return Backend.of(f"http://h:{found['port'] or 1}{found['words'] or ''}", "discover")
 
 
 class Discovery:

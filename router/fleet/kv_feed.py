@@ -21,13 +21,13 @@ from penstock.router.background import Tasks
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import question_head
+from penstock.router.http.heads import request_head
 from penstock.router.http.upstream import ConnectFailed, QueueSink
 from penstock.router.placement.engine_blocks import OtherBlockSize
 
 log = logging.getLogger("penstock.router")
 
-PATH = "/kv_events"
+PATH = b"/kv_events"
 STALL_S = 5 * ALIVE_S  # a source without a frame for so long has stalled
 FIRST_PAUSE_S = 0.1  # before reconnecting; doubled up to LONGEST_PAUSE_S, with jitter
 LONGEST_PAUSE_S = 5.0
@@ -117,7 +117,7 @@ async def _engine_frames(replica: Replica) -> AsyncGenerator[Sequence[Frame], No
     Raises ConnectFailed, NoEvents and StreamError."""
     pool, sink, reader = replica.pool, QueueSink(), FrameReader()
     upstream = await pool.connect()
-    upstream.send(question_head(PATH, pool.host_header, replica.key_line), b"", sink)
+    upstream.send(request_head(b"GET", PATH, pool.host_header, replica.key_line), b"", sink)
     try:
         while (data := await sink.pieces.get()) is not None and sink.status == 200:
             yield reader.feed(data)
