@@ -30,6 +30,8 @@ COUNTS = ("batches", "replayed", "gaps")  # batches taken, those of them that we
 
 
 class EngineSource:
+    last: int | None  # the number of the last batch
+
     def __init__(self, context: zmq.asyncio.Context, backend: Backend, fingerprint: bytes, block_size: int) -> None:
         self.counts = dict.fromkeys(COUNTS, 0)
         self.is_connected = False
@@ -148,7 +150,7 @@ class EngineSource:
         return list(self.blocks.snapshot())
 
     def _forget(self) -> None:
-        self.last: int | None = None  # the number of the last batch
+        self.last = None
         self.blocks = EngineBlocks(self._fingerprint, self._block_size, secrets.token_hex(8))
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:

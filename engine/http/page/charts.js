@@ -6,14 +6,10 @@ function startWatch() {
   keepLooking(async (mayAsk) => {
     history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
     setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
-    if (!byId("watch").hidden) drawLive(history);
+    if (byId("watch").hidden) return;
+    byId("tiles").replaceChildren(...liveTiles(history));
+    byId("tiers").replaceChildren(...tierMeters(history.now));
   });
-}
-
-function drawLive(history) {
-  const now = history.now;
-  byId("tiles").replaceChildren(...liveTiles(history));
-  byId("tiers").replaceChildren(...tierMeters(now));
 }
 
 function liveTiles(history) {
@@ -186,15 +182,11 @@ function spark(values) {
 
 /** Create a labelled bar; `behind` is a second share shown behind the first. */
 function meter(label, share, value, behind = 0) {
-  return make("div", "meter", make("span", "", label), bar(share, behind), make("span", "value", value));
-}
-
-function bar(share, behind = 0) {
   const box = make("div", "bar");
   for (const [name, part] of [["behind", behind], ["", share]]) {
     const fill = make("i", name);
     fill.style.width = `${100 * Math.min(Math.max(part, 0), 1)}%`;
     box.append(fill);
   }
-  return box;
+  return make("div", "meter", make("span", "", label), box, make("span", "value", value));
 }

@@ -49,10 +49,11 @@ def checked_items(given: list[Item], field: str) -> list[AnyItem]:
         _check_parts(item, f"{field}[{place}]")
     items = [{name: value for name, value in item.items() if value is not None} for item in given]
     try:
-        return msgspec.convert([{"type": "message", **item} for item in items], list[ITEM])
+        converted: list[AnyItem] = msgspec.convert([{"type": "message", **item} for item in items], list[ITEM])
     except msgspec.ValidationError as error:
         within, what = objection(error, list[ITEM])
         raise InvalidRequest(field + within, what) from None
+    return converted
 
 
 def _check_parts(item: Item, field: str) -> None:
