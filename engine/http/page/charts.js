@@ -1,15 +1,25 @@
 // The live charts: read /metrics once a second, compare it with the samples of the last minute, and redraw.
 
-/** Read /metrics once a second, and draw the visible charts. */
-function startWatch() {
+/** Read /metrics every second while the tab is visible, never twice at a time, and draw the visible charts. */
+async function startWatch() {
   const history = new History();
-  keepLooking(async (mayAsk) => {
-    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
-    setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
-    if (byId("watch").hidden) return;
-    byId("tiles").replaceChildren(...liveTiles(history));
-    byId("tiers").replaceChildren(...tierMeters(history.now));
-  });
+  for (let mayAsk = true; ; await new Promise((resolve) => setTimeout(resolve, 1000))) {
+    if (document.hidden) continue;
+    try {
+      history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+      setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
+      if (!byId("watch").hidden) {
+        byId("tiles").replaceChildren(...liveTiles(history));
+        byId("tiers").replaceChildren(...tierMeters(history.now));
+      }
+      mayAsk = true;
+      document.body.classList.remove("stale");
+    } catch (error) {
+      if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
+      setState("bad", error instanceof TypeError ? "not reachable" : error.message);
+      document.body.classList.add("stale");
+    }
+  }
 }
 
 function liveTiles(history) {
