@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.sockets import BACKLOG, PortError, bind_sockets, listen, url_of
@@ -28,6 +29,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
+from penstock.router.http.edge import ClientConnection
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.prompts import PromptReader
@@ -103,7 +105,7 @@ class RouterProcess:
         await self._wait_for_probes()
         for sock in sockets:
             listen(sock)
-            server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+            server = await loop.create_server(partial(ClientConnection, self.app.edge), sock=sock, backlog=BACKLOG)
             self._servers.append(server)
 
     async def _wait_for_probes(self) -> None:

@@ -45,9 +45,6 @@ class ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
-_MODELS = msgspec.json.Decoder(ServedModels)
-
-
 class Prober:
     """The probe tasks of all replicas; calls `on_info` when a replica's models become known or change."""
 
@@ -116,7 +113,7 @@ class Prober:
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
-        served = _MODELS.decode(body).data
+        served = msgspec.json.decode(body, type=ServedModels).data
         if not served:
             raise ValueError("/v1/models lists no model")
         first = served[0]

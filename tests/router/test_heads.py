@@ -88,7 +88,7 @@ def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
     handler = Handler()
     edge = Edge(limits, handler.admit, handler.handle)
     edge.heads = NotPlain(1, 0)
-    connection = edge.connection()
+    connection = ClientConnection(edge)
     connection.connection_made(cast(asyncio.Transport, Transport()))
     connection.data_received(data)
     return handler.handled
