@@ -209,10 +209,6 @@ class Pool:
         self.busy: set[Upstream] = set()
         self._idle: list[Upstream] = []
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
     def take_idle(self) -> Upstream | None:
         while self._idle:
             upstream = self._idle.pop()

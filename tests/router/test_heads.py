@@ -101,7 +101,7 @@ def answer_by_the_parser(data: bytes) -> Leg:
     upstream.connection_made(cast(asyncio.Transport, Transport()))
     upstream.send(b"", b"", leg)
     upstream.data_received(data)
-    leg.is_over &= pool.num_idle == 1  # kept
+    leg.is_over &= len(pool._idle) == 1  # kept
     return leg
 
 

@@ -56,7 +56,7 @@ def test_an_error_of_the_replica_is_passed_on_as_it_is(router: RunningRouter) ->
 def test_many_requests_share_few_connections(router: RunningRouter, replicas: list[MockReplica]) -> None:
     for _ in range(20):
         assert router.complete().status_code == 200
-    assert all(replica.pool.num_idle <= 2 for replica in router.fleet.replicas.values())
+    assert all(len(replica.pool._idle) <= 2 for replica in router.fleet.replicas.values())
 
 
 def test_a_chunked_body_reaches_the_replica_with_its_length(before: RunningRouter, backend: Stub) -> None:
