@@ -43,6 +43,7 @@ class Constraints:
         return None
 
     def warm(self) -> None:
+        """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
         if self._compiler is not None:
             self._compiler.warm()
 
