@@ -23,8 +23,8 @@ class Tasks:
         return task
 
     def keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Run `work` until it returns. If it raises, log the traceback and start it again after a pause: a bug in one task
-        must not silently end what the router knows about a replica."""
+        """Run `work` until it returns. If it raises, log the traceback and start it again after a pause: a bug in one
+        task must not silently end what the router knows about a replica."""
 
         async def run() -> None:
             while True:

@@ -86,8 +86,8 @@ class ServerApp:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _ignored_header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
-        """Return the header with the ignored parts of a request, which the handlers collect in `Call.ignored`. Each name
-        is logged once."""
+        """Return the header with the ignored parts of a request, which the handlers collect in `Call.ignored`. Log each
+        name once."""
         shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
         for name in shown:
             if name not in self._logged and len(self._logged) < MAX_LOGGED:

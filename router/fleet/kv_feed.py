@@ -113,8 +113,8 @@ class KvFeeds:
 
 
 async def _engine_frames(replica: Replica) -> AsyncGenerator[Sequence[Frame], None]:
-    """Connect to the event stream of a Penstock engine, which begins with a snapshot, and yield its frames until it ends.
-    Raises ConnectFailed, NoEvents and StreamError."""
+    """Connect to the event stream of a Penstock engine, which begins with a snapshot, and yield its frames until it
+    ends. Raises ConnectFailed, NoEvents and StreamError."""
     pool, sink, reader = replica.pool, QueueSink(), FrameReader()
     upstream = await pool.connect()
     upstream.send(request_head(b"GET", PATH, pool.host_header, replica.key_line), b"", sink)

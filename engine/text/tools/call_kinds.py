@@ -211,7 +211,7 @@ class ObjectCalls(ToolFormat):
 
 @dataclass(frozen=True)
 class NamedCalls(ToolFormat):
-    """Calls that are a name followed by arguments, between fixed texts. The arguments are JSON, or as `parameters` says."""
+    """Calls that are a name followed by arguments, between fixed texts. The arguments are JSON or follow `parameters`."""
 
     def parse(self, reader: CallReader, mark: str) -> Wait[None]:
         words, before_name, closing = self.opening(mark).split(), self.before_name.split(), self.closing(mark)
