@@ -255,6 +255,17 @@ def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, A
 def _check_together(said: EngineOptions, config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
+    cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
+    for names, is_met, required in (
+        (("eplb_config",), executor.enable_eplb, "enable_eplb"),
+        (("max_loras", "max_lora_rank", "max_cpu_loras"), executor.enable_lora, "enable_lora"),
+        (("ray_allow_open_dashboard",), executor.kind == "ray", "executor 'ray'"),
+        (("kv_peer_secret_file",), executor.kv_peers or executor.kv_peer_listen, "kv_peers or kv_peer_listen"),
+        (cached, scheduler.enable_prefix_caching, "enable_prefix_caching"),
+    ):
+        for name in names if not is_met else ():
+            if getattr(said, name):
+                raise ValueError(f"{name}: given; it requires {required}")
     if executor.kv_disk_path and not executor.kv_disk_bytes:
         raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")
     if executor.kv_disk_bytes and not executor.kv_disk_path:
@@ -268,27 +279,15 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         raise ValueError(
             "max_num_seqs: 1 given; speculative_config needs at least 2, because drafts use rows that are free"
         )
-    if said.eplb_config is not None and not executor.enable_eplb:
-        raise ValueError("eplb_config: given; it requires enable_eplb")
     if executor.batch_invariant and executor.enable_eplb:
         raise ValueError(
             "batch_invariant: given; it cannot be combined with enable_eplb, which changes the order of sums with the load"
         )
-    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
-        if getattr(said, name) is not None and not executor.enable_lora:
-            raise ValueError(f"{name}: given; it requires enable_lora")
     if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
         raise ValueError(
             f"max_cpu_loras: {executor.max_cpu_loras} given; at least max_loras ({executor.max_loras}) is expected: "
             "adapters on the device are held in host memory as well"
         )
-    if executor.ray_allow_open_dashboard and executor.kind != "ray":
-        raise ValueError("ray_allow_open_dashboard: given; it requires executor 'ray'")
-    if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
-        raise ValueError("kv_peer_secret_file: given; it requires kv_peers or kv_peer_listen")
-    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen"):
-        if getattr(executor, name) and not scheduler.enable_prefix_caching:
-            raise ValueError(f"{name}: given; it requires enable_prefix_caching")
 
 
 def _check_peers(config: ExecutorConfig) -> None:

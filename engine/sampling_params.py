@@ -75,7 +75,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "structured_outputs",
                 f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self._forms)} is expected",
             )
-        if self.coerce_one_of and not self.has_schema:
+        if self.coerce_one_of and given != ["json"]:
             raise InvalidRequest("structured_outputs.coerce_one_of", f"{given[0]} holds no oneOf")
         value = getattr(self, given[0])
         if given == ["choice"]:
@@ -84,11 +84,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _grammar_size(self.field, len(value))
         elif isinstance(value, dict):
             check_depth(self.field, value)
-
-    @property
-    def has_schema(self) -> bool:
-        """True if the value is a JSON schema."""
-        return self.kind == "json"
 
     @property
     def _forms(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""vLLM's flags that change nothing in Penstock: accepted without effect, each with one line that explains why.
+"""vLLM's flags that change nothing in Penstock: accepted without effect, each with one line that explains why
+(vllm_options.json).
 
 Flags with the same meaning under another name are additional names of an option (engine/config.py and
 engine/server/server_config.py). All other flags of vLLM are refused like any unknown flag, with the most similar name.
@@ -6,30 +7,16 @@ engine/server/server_config.py). All other flags of vLLM are refused like any un
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Only flags that change nothing with any value. In Python, the same names are keywords of `LLM(...)`.
-IGNORED = {
-    "async_scheduling": "it is always on",
-    "disable_cascade_attn": "there is none here",
-    "disable_custom_all_reduce": "there is none here",
-    "disable_uvicorn_access_log": "uvicorn writes no access log here; --access-log off turns ours off",
-    "disable_log_requests": "prompts and answers are never logged here",
-    "disable_log_stats": "figures are at /metrics, not in the log",
-    "enable_auto_tool_choice": "it is always on; --tool-call-parser none turns it off",
-    "enable_chunked_prefill": "it is always on",
-    "enable_log_requests": "each request is one line of the log, without prompt and answer; see --access-log",
-    "enable_prompt_tokens_details": "usage always has them",
-    "enable_request_id_headers": "x-request-id always comes back",
-    "trust_remote_code": "no code of a model's repository is run here, and none is needed",
-    "use_tqdm_on_load": "stages of the start are always printed",
-    "max_log_len": "prompts and answers are never logged here",
-    "max_parallel_loading_workers": "the number of reading threads is chosen here",
-    "max_seq_len_to_capture": "graphs serve every length",
-}
-WITH_VALUE = ("max_log_len", "max_parallel_loading_workers", "max_seq_len_to_capture")
+IGNORED: dict[str, str] = _TABLES["flags"] | _TABLES["with_value"]
+WITH_VALUE = frozenset(_TABLES["with_value"])
 
 
 def add_ignored_options(parser: argparse.ArgumentParser) -> None:

@@ -18,29 +18,24 @@ _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 
 class AnswerWriter:
-    __slots__ = ("_connection", "_held", "_plain", "_request", "head")
+    __slots__ = ("_connection", "_plain", "_request", "head", "held")
 
     def __init__(self, request: ClientRequest, connection: ClientConnection) -> None:
         self.head = NO_ANSWER
         self._request, self._connection = request, connection
-        self._held: list[bytes] = []
+        self.held: list[bytes] = []  # of a busy replica's answer, which another replica's can still replace
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 does not know chunks
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether a busy replica's answer is held back, so that another replica's can still replace it."""
-        return bool(self._held)
 
     def expect(self, head: AnswerHead) -> None:
         """Begin an answer with this head, in place of any earlier one."""
-        self.head, self._held = head, []
+        self.head, self.held = head, []
         self._plain = Dechunker() if head.is_chunked and self._request.is_http10 else None
 
     def hold(self, data: bytes) -> bool:
         """Hold back a piece of a busy replica's answer. Return False for a piece that the caller must write."""
-        if self.head.status not in BUSY or self.head.is_stream or sum(map(len, self._held)) >= MAX_HELD_BYTES:
+        if self.head.status not in BUSY or self.head.is_stream or sum(map(len, self.held)) >= MAX_HELD_BYTES:
             return False
-        self._held.append(data)
+        self.held.append(data)
         return True
 
     def write(self, data: bytes) -> None:
@@ -50,8 +45,8 @@ class AnswerWriter:
 
     def begin(self, data: bytes = b"") -> None:
         """Write the head, what was held, and `data`."""
-        body, lines = b"".join((*self._held, data)) if self._held else data, self.head.lines
-        self._held = []
+        body, lines = b"".join((*self.held, data)) if self.held else data, self.head.lines
+        self.held = []
         if self._plain is not None:
             body = self._plain.feed(body)
         elif self.head.is_chunked:

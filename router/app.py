@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from penstock import __version__
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
@@ -52,16 +53,13 @@ class PreviewFields(RequestFields):
 
 
 class RouterApp:
-    def __init__(
-        self, config: RouterConfig, fleet: Fleet, prompts: PromptReader, version: str, begin_trace: BeginTrace
-    ) -> None:
+    def __init__(self, config: RouterConfig, fleet: Fleet, prompts: PromptReader, begin_trace: BeginTrace) -> None:
         self.config = config
         self.fleet = fleet
         self.prompts = prompts
-        self.version = version
         self.edge = Edge(config.limits, self.admit, self.handle)
         self.begin_trace = begin_trace
-        self.lines = AccessLog(form, "router") if (form := config.access_log) != "off" else None
+        self.lines = AccessLog(config.access_log, "router")
         self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
@@ -132,7 +130,7 @@ class RouterApp:
             elif request.path == "/route":
                 self.fleet.tasks.spawn(self._preview(request, connection))
             else:
-                self._answer(request, connection, *self._own(request, request.path))
+                self._answer(request, connection, *self._own(request))
         except Exception as error:  # a request must not end without an answer
             self._refuse(request, connection, error)
 
@@ -152,7 +150,7 @@ class RouterApp:
 
     def _log(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
         """Write the request's access line, if the access log is on."""
-        if self.lines is not None and (level := self.lines.level(request.path in PROBED)) is not None:
+        if (level := self.lines.level(request.path in PROBED)) is not None:
             key = self._keys.number((b"authorization", value) for value in request.authorization)
             self.lines.write(level, _line(request, status, key, exchange))
 
@@ -277,7 +275,8 @@ class RouterApp:
 
     # The router's own routes.
 
-    def _own(self, request: ClientRequest, path: str) -> tuple[int, Headers, bytes]:
+    def _own(self, request: ClientRequest) -> tuple[int, Headers, bytes]:
+        path = request.path
         if path == "/metrics":
             return 200, TEXT, self.metrics.text()
         if path == "/":
@@ -296,7 +295,7 @@ class RouterApp:
             is_ready = any(map(self.fleet.is_available, replicas))
             return (200, {"status": "ok"}) if is_ready else (503, {"status": "no replica is available"})
         if path == "/version":
-            return 200, {"version": self.version}
+            return 200, {"version": __version__}
         if path == "/replicas":
             return 200, {"replicas": list(self.fleet.views())}
         models = [(name, group.root) for group in self.fleet.groups.values() for name in group.names]
@@ -313,19 +312,19 @@ class RouterApp:
             backend = Backend.of(change.url, "url")
         except RouteError as error:
             raise HttpError(400, str(error), param="url") from None
-        self.apply(request.method.decode(), backend.text)
+        self.apply(request.method.decode(), backend)
         return {"replicas": list(self.fleet.views())}
 
-    def apply(self, method: str, text: str) -> None:
+    def apply(self, method: str, backend: Backend) -> None:
         """Add or remove a replica. A removed replica finishes the requests that it has started."""
-        url = Backend.of(text).url
+        url = backend.url
         replica = self.fleet.replicas.get(url)
         if method == "POST":
             if replica is not None and replica.state != "removing":
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.detach(replica)
-            self.fleet.probe_now(self.fleet.add(text))
+            self.fleet.probe_now(self.fleet.add(backend))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:

@@ -50,11 +50,6 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
             raise RouteError(f"{field}: {text[:160]!r} has replay without events; what is replayed are its events")
         return msgspec.convert({"url": url, **given}, cls)
 
-    @property
-    def text(self) -> str:
-        words = [f"{name}={value}" for name in WORDS if (value := getattr(self, name)) is not None]
-        return ",".join([self.url, *words])
-
 
 def _read(name: str, value: str, url: str, field: str) -> str:
     """Return the value of a word; a port alone is on the replica's own host."""

@@ -10,19 +10,6 @@ log = logging.getLogger("penstock.router")
 RESTART_S = 1.0  # before a task that failed is started again
 
 
-async def keep_running(name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `work` until it returns. If it raises, log the traceback and start it again after a pause: a bug in one task must
-    not silently end what the router knows about a replica."""
-    while True:
-        try:
-            await work()
-        except Exception:
-            log.exception("%s failed; it is started again in %g s", name, RESTART_S)
-            await asyncio.sleep(RESTART_S)
-        else:
-            return
-
-
 class Tasks:
     """The tasks of one owner. Keeps each until it is done, and logs the exception of one that fails."""
 
@@ -34,6 +21,20 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
+
+    def keep_running(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Run `work` until it returns. If it raises, log the traceback and start it again after a pause: a bug in one
+        task must not silently end what the router knows about a replica."""
+
+        async def run() -> None:
+            while True:
+                try:
+                    return await work()
+                except Exception:
+                    log.exception("%s failed; it is started again in %g s", name, RESTART_S)
+                    await asyncio.sleep(RESTART_S)
+
+        return self.spawn(run())
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

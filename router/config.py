@@ -11,7 +11,7 @@ from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 from penstock.router.backend import Backend, RouteError
-from penstock.router.discovery import discovered_like
+from penstock.router.discovery import check_source
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
@@ -77,8 +77,8 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     try:
         check(config)
         check_telemetry(config.telemetry, environment)
-        api_keys = (*config.api_keys, *_from(environment, API_KEY_VARIABLE))
-        admin_api_keys = (*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE))
+        api_keys = (*config.api_keys, *filter(None, [environment.get(API_KEY_VARIABLE)]))
+        admin_api_keys = (*config.admin_api_keys, *filter(None, [environment.get(ADMIN_KEY_VARIABLE)]))
         Keys((*api_keys, *admin_api_keys))  # refuses what cannot be one
         backend_api_key = config.backend_api_key or environment.get(BACKEND_KEY_VARIABLE)
         if backend_api_key is not None and not re.fullmatch(SECRET, backend_api_key):  # it becomes a header's line
@@ -87,18 +87,11 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             )
     except ValueError as error:
         raise RouteError(str(error)) from None
-    backends = [Backend.of(text) for text in config.backends]
-    urls = [each.url for each in backends]
+    urls = [Backend.of(text).url for text in config.backends]
     for url in urls:
         if urls.count(url) > 1:
             raise RouteError(f"backend: {url} is given more than once")
-    return replace(
-        config,
-        backends=tuple(each.text for each in backends),
-        api_keys=api_keys,
-        admin_api_keys=admin_api_keys,
-        backend_api_key=backend_api_key,
-    )
+    return replace(config, api_keys=api_keys, admin_api_keys=admin_api_keys, backend_api_key=backend_api_key)
 
 
 def check_together(config: RouterConfig) -> None:
@@ -112,8 +105,4 @@ def check_together(config: RouterConfig) -> None:
                 "a prompt's"
             )
     for source in config.discover:
-        discovered_like(source)
-
-
-def _from(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
-    return (environment[variable],) if variable in environment else ()
+        check_source(source)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.engine.http.errors import HttpError
 from penstock.router.backend import Backend, RouteError
-from penstock.router.background import Tasks, keep_running
+from penstock.router.background import Tasks
 
 log = logging.getLogger("penstock.router")
 
@@ -30,25 +30,20 @@ SOURCE = re.compile(r"file:(?P<path>.+)|dns:(?P<host>[A-Za-z0-9._-]+):(?P<port>\
 
 
 def check_source(text: str) -> re.Match[str]:
-    """Parse a source; raise RouteError if it is not one."""
+    """Parse a source; raise RouteError if it is not one, or if its words are not those of a replica."""
     found = SOURCE.fullmatch(text)
     if found is None:
         hint = "; dns: with a headless Service covers Kubernetes" if text.startswith(("k8s:", "srv:")) else ""
         raise RouteError(f"discover: {text[:120]!r}; file:PATH or dns:HOST:PORT is expected{hint}")
+    Backend.of(f"http://h:{found['port'] or 1}{found['words'] or ''}", "discover")  # the lines of a file have their own
     return found
-
-
-def discovered_like(source: str) -> Backend:
-    """Return a replica with the words that the source gives each replica it finds. The lines of a file have their own."""
-    found = check_source(source)
-    return Backend.of(f"http://h:{found['port'] or 1}{found['words'] or ''}", "discover")
 
 
 class Discovery:
     """Keeps the fleet in line with its sources. `apply` adds ("POST") or removes ("DELETE") a replica. Replicas that were
     not added here are left alone."""
 
-    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, str], None]) -> None:
+    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, Backend], None]) -> None:
         self._sources = sources
         self._apply = apply
         self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
@@ -58,7 +53,7 @@ class Discovery:
 
     def start(self) -> None:
         for source in self._sources:
-            self._tasks.spawn(keep_running(f"discovery by {source}", partial(self._follow, source)))
+            self._tasks.keep_running(f"discovery by {source}", partial(self._follow, source))
 
     async def _follow(self, source: str) -> None:
         said = ""
@@ -90,7 +85,7 @@ class Discovery:
 
     def _change(self, method: str, text: str) -> bool:
         try:
-            self._apply(method, text)
+            self._apply(method, Backend.of(text, "discover"))
         except (HttpError, RouteError) as error:  # added by the operator too, or its key is not set
             log.warning("discover: %s: %s", text, error)
             return False

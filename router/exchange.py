@@ -172,7 +172,7 @@ class Exchange:
                 self._fleet, prefills, self._routed, self._prefills_tried, self.trace.leg, self._prefill_ended
             )
         if self.prefill is not None:
-            charge.hand_over(self.prefill.predicted_ttft_s)
+            charge.hand_over(self.prefill.leg.charge.predicted_ttft_s)
         elif prompt is not None:
             self._group.placement.expect(charge, prompt)
 
@@ -250,7 +250,7 @@ class Exchange:
     def _give_up(self, error: HttpError) -> None:
         """End without another attempt: with a busy replica's own answer if there was one, otherwise with `error`."""
         status = self._answer.head.status
-        if self.state == "over" or status not in BUSY or not self._answer.is_held:
+        if self.state == "over" or status not in BUSY or not self._answer.held:
             self.refuse(error)
             return
         self._close(status)

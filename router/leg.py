@@ -53,7 +53,7 @@ class Leg:
         """Send the request. A request that must not be repeated gets a new connection: if a kept connection breaks, the replica
         may have read the request, or may have closed the connection before."""
         lines += self._span.lines(method)
-        self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, len(body)), body
+        self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, body), body
         upstream = self.replica.pool.take_idle() if is_repeatable else None
         if upstream is None:
             self._fleet.tasks.spawn(self._connect())

@@ -4,11 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from penstock.engine.http.distribution import Distribution, family
+from penstock.engine.http.distribution import Distribution, ProcessMetrics, family
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
@@ -34,8 +32,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 PREFIX = "penstock:router_"
 
 
-class RouterMetrics(Collector):
+class RouterMetrics(ProcessMetrics):
     def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
+        super().__init__()
         self.fleet = fleet
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
@@ -43,15 +42,9 @@ class RouterMetrics(Collector):
         self.first_byte = Distribution(f"{PREFIX}first_byte_seconds", help_text, FIRST_BYTE_S)
         self.loop_lag = Distribution(f"{PREFIX}loop_lag_seconds", "How late a timer ran.", LAG_S)
         self._refused = refused  # status → what never became a request
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
     def count(self, request: ClientRequest, status: int) -> None:
         self.counts["requests", route_of(request), status] += 1
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         rows: dict[str, list[tuple[tuple[str, ...], float]]] = {}

@@ -51,7 +51,6 @@ class PrefillLeg:
     ) -> None:
         self.leg = Leg(fleet, charge, self, span)
         self.status = 0
-        self.predicted_ttft_s = charge.predicted_ttft_s
         self._fields, self._on_end = fields, on_end
         self._cached_tokens: int | None = None
 
@@ -68,7 +67,7 @@ class PrefillLeg:
         """
         peer = self.leg.replica.peer
         assert peer is not None
-        wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MAX_WAIT_S)
+        wait_s = min(LEAST_WAIT_S + 2 * self.leg.charge.predicted_ttft_s, MAX_WAIT_S)
         hint = {"peer": peer, "wait_s": round(wait_s, 3)}
         return form_with_hint(body, hint) if is_form else with_hint(self._fields, hint)
 

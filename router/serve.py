@@ -13,8 +13,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from penstock import __version__
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.sockets import BACKLOG, PortError, bind_sockets, listen, url_of
 from penstock.engine.options import add_options, built
@@ -29,6 +29,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
+from penstock.router.http.edge import ClientConnection
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement
 from penstock.router.placement.prompts import PromptReader
@@ -88,8 +89,8 @@ class RouterProcess:
         self.prompts = prompts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         begin_trace, self._export_spans = spans_of(config)
-        self.app = RouterApp(config, self.fleet, prompts, __version__, begin_trace)
-        self.prober = Prober(self.fleet, config, self._on_info)
+        self.app = RouterApp(config, self.fleet, prompts, begin_trace)
+        self.prober = Prober(self.fleet, self._on_info)
         self.feeds = KvFeeds(self.fleet)
         self.discovery = Discovery(config.discover, self.app.apply)
         self.fleet.probe_now = self.prober.watch
@@ -98,13 +99,13 @@ class RouterProcess:
     async def start(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         self.app.start()
-        for url in self.config.backends:
-            self.prober.watch(self.fleet.add(url))
+        for text in self.config.backends:
+            self.prober.watch(self.fleet.add(Backend.of(text)))
         self.discovery.start()
         await self._wait_for_probes()
         for sock in sockets:
             listen(sock)
-            server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+            server = await loop.create_server(partial(ClientConnection, self.app.edge), sock=sock, backlog=BACKLOG)
             self._servers.append(server)
 
     async def _wait_for_probes(self) -> None:

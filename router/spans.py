@@ -25,6 +25,7 @@ class ExchangeSpans:
     def __init__(self, telemetry: Telemetry, policy: str) -> None:
         self._tracing = Tracing(telemetry, "penstock-router")
         self._policy = policy
+        self.close = self._tracing.close
 
     def begin(self, request: ClientRequest) -> "ExchangeTrace":
         """Begin the exchange's span, and take the trace context out of the headers that pass on."""
@@ -32,9 +33,6 @@ class ExchangeSpans:
         request.lines = _CONTEXT.sub(b"", request.lines)
         trace = self._tracing.begin(headers, request.method.decode("latin-1"), time.monotonic())
         return ExchangeTrace(trace, self._policy)
-
-    def close(self) -> None:
-        self._tracing.close()
 
 
 class ExchangeTrace(exchange.RequestTrace):

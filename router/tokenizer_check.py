@@ -20,9 +20,6 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-_TOKENS = msgspec.json.Decoder(_Tokens)
-
-
 async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: float) -> bool | None:
     """Return whether the replica makes our tokens of a prompt and of a chat; None if it has no `/tokenize`."""
     messages = [{"role": "user", "content": SAMPLE}]
@@ -33,5 +30,5 @@ async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: fl
         with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
             status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
             if status == 200 and ours is not None:
-                is_same.append(array("i", _TOKENS.decode(answer).tokens).tobytes() == ours.packed)
+                is_same.append(array("i", msgspec.json.decode(answer, type=_Tokens).tokens).tobytes() == ours.packed)
     return all(is_same) if is_same else None

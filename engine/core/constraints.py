@@ -4,8 +4,7 @@ It connects the scheduler (the requests), the compiler (their grammars), the mas
 which needs the masks before it samples.
 """
 
-import contextlib
-import queue
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
@@ -21,10 +20,8 @@ COMPILED_WAIT_S = 0.005  # how long an otherwise idle core waits for a grammar b
 class Constraints:
     def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler | None) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
-        self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids of requests
         self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
         self._filler: MaskFiller | None = None  # created with the first constrained request
-        self._is_filling = False  # masks are being filled
 
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
@@ -39,43 +36,48 @@ class Constraints:
             if self._filler is None:
                 self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
             if matcher is None:
-                job = self._jobs[message.request_id] = self._compiler.start(message.grammar)
-                job.result.add_done_callback(lambda _: self._compiled.put(message.request_id))
+                self._jobs[message.request_id] = self._compiler.start(message.grammar)
         except RuntimeError as error:  # a limit on threads or memory, which requests without a grammar do not need
             request = self._scheduler.requests[message.request_id]
             return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
         return None
 
     def warm(self) -> None:
+        """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
         if self._compiler is not None:
             self._compiler.warm()
 
     def take_compiled(self) -> list[Output]:
         """Queue the requests whose grammars are compiled, and end those whose grammars failed or take too long."""
         outputs: list[Output] = []
-        while not self._compiled.empty():
-            self._take(self._compiled.get(), outputs)
         for request_id, job in [*self._jobs.items()] if self._jobs else ():
             request, limit = self._waiting(request_id, job), job.limit_passed()
-            if request is not None and limit is None:
+            if request is not None and limit is None and not job.result.done():
                 continue
             del self._jobs[request_id]
-            assert self._compiler is not None
-            self._compiler.give_up(job)
-            if request is not None:
-                outputs.append(
-                    self._scheduler.end(
-                        request, "error", f"the grammar cannot be compiled: it {limit}", is_refusal=True
-                    )
-                )
+            if request is None or limit is not None:
+                assert self._compiler is not None
+                self._compiler.give_up(job)
+            if request is not None and (output := self._take(request, job, limit)) is not None:
+                outputs.append(output)
         return outputs
+
+    def _take(self, request: Request, job: Job, limit: str | None) -> Output | None:
+        """Queue the request with its compiled grammar, or end it. `limit`: the limit that the compilation exceeded."""
+        if limit is not None:
+            what, is_refusal = f"it {limit}", True
+        elif (error := job.result.exception()) is None:
+            self._scheduler.release(request, job.result.result())
+            return None
+        else:
+            is_refusal = isinstance(error, GrammarRefused)
+            what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal)
 
     def wait_for_compiled(self) -> list[Output]:
         """Wait briefly for the next grammar and queue its request, if no request can run without its grammar."""
-        outputs: list[Output] = []
-        with contextlib.suppress(queue.Empty):
-            self._take(self._compiled.get(timeout=COMPILED_WAIT_S), outputs)
-        return outputs
+        wait([job.result for job in self._jobs.values()], COMPILED_WAIT_S, FIRST_COMPLETED)
+        return self.take_compiled()
 
     def _waiting(self, request_id: str, job: Job) -> Request | None:
         """Return the request that waits for this job, unless it has ended."""
@@ -83,26 +85,12 @@ class Constraints:
         is_held = request is not None and request in self._scheduler.held and request.message.grammar == job.source
         return request if is_held else None
 
-    def _take(self, request_id: str, outputs: list[Output]) -> None:
-        job = self._jobs.pop(request_id, None)
-        request = None if job is None else self._waiting(request_id, job)
-        if job is None or request is None:
-            return
-        error = job.result.exception()
-        if error is None:
-            self._scheduler.release(request, job.result.result())
-            return
-        is_refusal = isinstance(error, GrammarRefused)
-        what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        outputs.append(self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal))
-
     def begin_masks(self) -> None:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
         pass."""
         rows = None if self._filler is None else self._masked_rows()
         if rows is not None:
             assert self._filler is not None
-            self._is_filling = True
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:
@@ -112,9 +100,8 @@ class Constraints:
         """
         if self._filler is None:
             return []
-        if self._is_filling:
+        if self._filler.is_filling:
             masks = self._filler.finish()
-            self._is_filling = False
         else:
             rows = self._masked_rows()
             if rows is None:

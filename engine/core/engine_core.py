@@ -53,7 +53,7 @@ class EngineCore:
         """Without a `compiler`, requests with a grammar are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
-        self._constraints = Constraints(self.scheduler, executor, compiler)
+        self.constraints = Constraints(self.scheduler, executor, compiler)
         kv = self.scheduler.kv
         pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
         if len(executor.info.groups) > 1:
@@ -105,14 +105,10 @@ class EngineCore:
         """Queue a request that `submit` accepted; its adapter may have been unloaded since."""
         if message.grammar is None:
             return self.scheduler.submit(message)
-        return self._constraints.submit(message)
+        return self.constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
         return self.pauses.abort(request_id) or self.scheduler.abort(request_id)
-
-    def warm_grammars(self) -> None:
-        """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
-        self._constraints.warm()
 
     def has_work(self) -> bool:
         return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
@@ -128,7 +124,7 @@ class EngineCore:
         The masks of constrained rows depend on all earlier tokens. So the masks of a step that is submitted behind
         another are set as soon as that one is collected; those of a single step are filled while it computes.
         """
-        scheduler, constraints = self.scheduler, self._constraints
+        scheduler, constraints = self.scheduler, self.constraints
         outputs = constraints.take_compiled()
         self.last_step_tokens = 0
         plans = plans and not self.pauses.is_paused
@@ -193,7 +189,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.settle()
-        self._constraints.close()
+        self.constraints.close()
         self.executor.close()
 
 

@@ -162,7 +162,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             core.executor.check()
             if not checked:
                 core.scheduler.check()
-                core.warm_grammars()
+                core.constraints.warm()
             checked = True
             continue
         checked = False

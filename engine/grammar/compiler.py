@@ -12,7 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
@@ -43,15 +44,16 @@ class GrammarRefused(ValueError):
     """The grammar cannot be compiled; the message is llguidance's."""
 
 
-class Job(NamedTuple):
+@dataclass(eq=False)
+class Job:
     source: str
-    began_s: Future[float]  # set when a thread starts the job and the vocabulary is loaded
-    result: Future[Matcher]  # a fresh matcher, or GrammarRefused
+    result: Future[Matcher] = field(default_factory=Future)  # a fresh matcher, or GrammarRefused
+    began_s: float | None = None  # set when a thread has started the job and the vocabulary is loaded
 
     def limit_passed(self) -> str | None:
         """Return a message naming the limit that compilation has exceeded, or None."""
-        has_begun = not self.result.done() and self.began_s.done()
-        if has_begun and time.monotonic() - self.began_s.result() > COMPILE_LIMIT_S:
+        is_late = self.began_s is not None and time.monotonic() - self.began_s > COMPILE_LIMIT_S
+        if is_late and not self.result.done():
             return f"was not compiled within {COMPILE_LIMIT_S:g} s, which is the limit"
         return None
 
@@ -92,7 +94,7 @@ class Compiler:
 
     def start(self, source: str) -> Job:
         """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
-        job = Job(source, Future(), Future())
+        job = Job(source)
         if self._num_threads < NUM_THREADS:
             self._spawn()
             self._num_threads += 1
@@ -130,11 +132,9 @@ class Compiler:
                 continue
             try:
                 self._load_once()
-                job.began_s.set_result(time.monotonic())
+                job.began_s = time.monotonic()
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
             except BaseException as error:  # top of the thread; callers also learn of a panic in the library
-                if not job.began_s.done():
-                    job.began_s.set_result(time.monotonic())
                 is_plain = isinstance(error, Exception)
                 job.result.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
             with self._lock:

@@ -40,9 +40,13 @@ class MaskFiller:
         self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
         self._filling: Future[Masks] | None = None
 
+    @property
+    def is_filling(self) -> bool:
+        return self._filling is not None
+
     def start(self, rows: Sequence[tuple[int, Matcher]]) -> None:
         """Start filling the masks of these rows of the step; do not touch their matchers before `finish`."""
-        assert self._filling is None, "one step at a time"
+        assert not self.is_filling, "one step at a time"
         self._filling = self._thread.submit(self.fill, rows)
 
     def finish(self) -> Masks:

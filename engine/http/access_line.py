@@ -41,7 +41,7 @@ class AccessLog:
     """Writes access lines at level info, those of probes at level debug, to the logger of the calling room."""
 
     def __init__(self, form: AccessForm, room: str) -> None:
-        self._is_json, self._room = form == "json", room
+        self._is_on, self._is_json = form != "off", form == "json"
         self._log = logging.getLogger(f"penstock.{room}.access")
         if self._is_json:  # JSON without a prefix
             handler = logging.StreamHandler(sys.stderr)
@@ -51,7 +51,7 @@ class AccessLog:
     def level(self, is_probe: bool) -> int | None:
         """Return the level of a line; None if it must not be written."""
         level = logging.DEBUG if is_probe else logging.INFO
-        return level if self._log.isEnabledFor(level) else None
+        return level if self._is_on and self._log.isEnabledFor(level) else None
 
     def write(self, level: int, line: AccessLine) -> None:
         text = as_json(line) if self._is_json else as_text(line)

@@ -1,12 +1,27 @@
-"""Building blocks of the server's and the router's metrics: histograms and metric families."""
+"""Building blocks of the server's and the router's metrics: the text of a process, histograms and metric families."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+
+class ProcessMetrics(Collector):
+    """The metrics that a subclass yields from `collect`, and those of the process itself."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all metrics in the exposition format, version 0.0.4."""
+        return generate_latest(self._registry)
 
 
 class Distribution:

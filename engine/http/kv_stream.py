@@ -108,13 +108,8 @@ class FrameReader:
             frame: Frame = self._decoder.decode(body)
         except msgspec.DecodeError as error:
             raise StreamError(f"frame: {error}") from None
-        for keys in _keys_of(frame):
+        runs = (frame.keys,) if isinstance(frame, Snapshot) else ()
+        for keys in (frame.stored, frame.removed) if isinstance(frame, Changes) else runs:
             if len(keys) % KEY_BYTES:
                 raise StreamError(f"frame: {len(keys)} bytes are not a whole number of {KEY_BYTES}-byte keys")
         return frame
-
-
-def _keys_of(frame: Frame) -> tuple[bytes, ...]:
-    if isinstance(frame, Snapshot):
-        return (frame.keys,)
-    return (frame.stored, frame.removed) if isinstance(frame, Changes) else ()

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Authentication, Keys
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
-from penstock.engine.server.call import Call, client_id
+from penstock.engine.server.call import Call
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.routes import routes
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -40,9 +40,9 @@ class ServerApp:
         config = service.config
         self.service = service
         self.kv_events = KvEvents(service)
-        self._ignored = IgnoredNames()
+        self._logged: set[str] = set()  # names of ignored fields
         self._keys = Keys(config.api_keys)
-        self._lines = AccessLog(form, "engine") if (form := config.access_log) != "off" else None
+        self._lines = AccessLog(config.access_log, "engine")
         table = routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in table)
@@ -60,7 +60,7 @@ class ServerApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["penstock.call"] = Call(client_id(scope["headers"]))
+        call = scope["penstock.call"] = Call(scope["headers"])
         status = 500  # if no response is sent
         spans = self.service.spans
         spans.begin(call, scope)
@@ -72,7 +72,7 @@ class ServerApp:
                 echoed_id = (call.client_id or call.id).encode()
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed_id)]
                 if call.ignored:
-                    message["headers"].append(self._ignored.header(call.ignored))
+                    message["headers"].append(self._ignored_header(call.ignored))
             await send(message)
 
         try:
@@ -82,8 +82,18 @@ class ServerApp:
             status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
             spans.end(call, route, status)
-            if self._lines is not None and (level := self._lines.level(route in QUIET_ROUTES)) is not None:
+            if (level := self._lines.level(route in QUIET_ROUTES)) is not None:
                 self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
+
+    def _ignored_header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
+        """Return the header with the ignored parts of a request, which the handlers collect in `Call.ignored`. Log each
+        name once."""
+        shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
+        for name in shown:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("requests have %s, which is not served here and is ignored", name)
+        return IGNORED_HEADER, clip(", ".join(shown), MAX_HEADER_CHARS).replace("…", "...").encode()
 
     def _template(self, path: str) -> str:
         """Return the route template of a path, so that clients cannot create new values of the metric label."""
@@ -138,20 +148,3 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
-
-
-class IgnoredNames:
-    """Reports ignored parts of requests, which the handlers collect in `Call.ignored`: once per name in the log, and in a
-    header of each response."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
-        """Log the names that have not been logged yet, and return the header with all names."""
-        shown = [clip(_UNSAFE.sub("?", name)).replace("…", "...") for name in names]
-        for name in shown:
-            if name not in self._logged and len(self._logged) < MAX_LOGGED:
-                self._logged.add(name)
-                log.warning("requests have %s, which is not served here and is ignored", name)
-        return IGNORED_HEADER, clip(", ".join(shown), MAX_HEADER_CHARS).replace("…", "...").encode()

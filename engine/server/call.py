@@ -8,17 +8,19 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import parse_qs
 
 from penstock.engine.front.answer import Answer
 from penstock.engine.http.errors import clean_id
 
 
 class Call:
-    """One HTTP request. `id` is random; `client_id` is the client's sanitized request id, only echoed and logged."""
+    """One HTTP request. `id` is random; `client_id` is the client's X-Request-Id, cleaned, only echoed and logged."""
 
-    def __init__(self, client_id: str | None) -> None:
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.id = secrets.token_hex(16)
-        self.client_id = client_id
+        ids = (clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id")
+        self.client_id = next(ids, None)
         self.created = int(time.time())
         self.begun_s = time.monotonic()
         self.model = ""  # the name that the client used
@@ -31,6 +33,11 @@ class Call:
         self.is_stream = False
         self.trace_id: str | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        """The parameters in the URL."""
+        return parse_qs(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -72,8 +79,3 @@ class NoSpans:
     def phases(self, call: Call) -> None: ...
     def end(self, call: Call, route: str, status: int) -> None: ...
     def close(self) -> None: ...
-
-
-def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the client's X-Request-Id, truncated and sanitized for use in a header and in a log line, or None."""
-    return next((clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id"), None)

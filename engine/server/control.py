@@ -5,12 +5,11 @@ The operator must enable these routes. Parameters may be in the query string or 
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.errors import clip
 from penstock.engine.messages import PauseMode
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
@@ -54,14 +53,14 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
 async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Stop computing between two steps. New requests wait; those that run are ended ("abort"), waited for ("wait") or kept ("keep")."""
     request = _asked(PauseRequest, call, body)
-    await _control(service, "pause", mode=request.mode)
+    await service.engine.control("pause", mode=request.mode)
     return {"status": "paused"}
 
 
 async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Go on after a pause."""
     _asked(NoFields, call, body)
-    await _control(service, "resume")
+    await service.engine.control("resume")
     return {"status": "resumed"}
 
 
@@ -69,12 +68,12 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Pause, and give memory back: of the cache, and with level 2 that of the weights."""
     request = _asked(SleepRequest, call, body)
     was_paused = service.engine.state.is_paused
-    await _control(service, "pause", mode=request.mode)
+    await service.engine.control("pause", mode=request.mode)
     try:
-        await _control(service, "sleep", level=request.level)
-    except HttpError:
+        await service.engine.control("sleep", level=request.level)
+    except WeightsError:
         if not was_paused:
-            await _control(service, "resume")
+            await service.engine.control("resume")
         raise
     return {"status": "asleep"}
 
@@ -82,9 +81,9 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Take memory back, and go on when weights and cache are both there."""
     request = _asked(WakeRequest, call, body)
-    await _control(service, "wake_up", parts=request.tags)
+    await service.engine.control("wake_up", parts=request.tags)
     if not service.engine.state.asleep:
-        await _control(service, "resume")
+        await service.engine.control("resume")
         return {"status": "awake"}
     return {"status": f"asleep, without {' and '.join(service.engine.state.asleep)}"}
 
@@ -113,25 +112,16 @@ GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
 }
 
 
-async def _control(service: Service, what: str, **fields: Any) -> None:
-    try:
-        await service.engine.control(what, **fields)
-    except WeightsError as error:
-        raise HttpError(409, str(error)) from None
-
-
 def _asked(kind: type[Asked], call: Call, body: bytes) -> Asked:
     """Decode the request from the body, or else from the query string, where unknown names are refused."""
     if body:
         return parse(body, kind, call.ignored)
-    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    unknown = [name for name in query if name not in kind.__struct_fields__]
+    unknown = [name for name in call.query if name not in kind.__struct_fields__]
     if unknown:
-        raise HttpError(400, f"{clip(unknown[0])}: there is no such field here", param=unknown[0])
+        raise InvalidRequest(clip(unknown[0]), "there is no such field here")
+    given = {name: each if name == "tags" else each[-1] for name, each in call.query.items()}
     try:
-        return msgspec.convert(
-            {name: each if name == "tags" else each[-1] for name, each in query.items()}, kind, strict=False
-        )
+        return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         within, what = objection(error, kind)
-        raise HttpError(400, f"{within.lstrip('.')}: {what}", param=within.lstrip(".") or None) from None
+        raise InvalidRequest(within.lstrip("."), what) from None

@@ -8,7 +8,6 @@ backlog is replaced with a new snapshot. engine/http/kv_stream.py defines the fr
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
@@ -77,8 +76,9 @@ class KvEvents:
                     # Changes during the snapshot go to the backlog.
                     for frame in snapshot(self._seq, {tier: b"".join(keys) for tier, keys in self._mirror.items()}):
                         yield pack(frame)
-                while listener.backlog and not listener.is_behind:
-                    yield listener.take()
+                if listener.backlog:
+                    frames, listener.backlog = bytes(listener.backlog), bytearray()
+                    yield frames
                 if not await listener.wait(ALIVE_S):
                     yield pack(Alive(self._seq))
         finally:
@@ -115,30 +115,22 @@ class KvEvents:
 
 class _Listener:
     def __init__(self) -> None:
-        self.backlog: deque[bytes] = deque()
+        self.backlog = bytearray()  # frames
         self.is_behind = True  # it needs a snapshot
-        self._num_bytes = 0
         self._arrived = asyncio.Event()
 
     def put(self, frame: bytes) -> None:
         if self.is_behind:
             return
-        self.backlog.append(frame)
-        self._num_bytes += len(frame)
-        if self._num_bytes > MAX_BACKLOG_BYTES:
+        self.backlog += frame
+        if len(self.backlog) > MAX_BACKLOG_BYTES:
             self.fall_behind()
         self._arrived.set()
 
     def fall_behind(self) -> None:
         self.backlog.clear()
-        self._num_bytes = 0
         self.is_behind = True
         self._arrived.set()
-
-    def take(self) -> bytes:
-        frame = self.backlog.popleft()
-        self._num_bytes -= len(frame)
-        return frame
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for a frame or a state change; return False if the timeout passes first."""

@@ -8,21 +8,14 @@ microsecond (a bisection), once per update and not per token; the text of /metri
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.http.distribution import Distribution, family
+from penstock.engine.http.distribution import Distribution, ProcessMetrics, family
 from penstock.engine.messages import MissReason, Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 
@@ -71,8 +64,9 @@ TIER_GAUGES = frozenset(
 )
 
 
-class ServerMetrics(Collector):
+class ServerMetrics(ProcessMetrics):
     def __init__(self, model_name: str, engine: AsyncEngine) -> None:
+        super().__init__()
         self.model_name = model_name
         self.engine = engine
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
@@ -90,9 +84,6 @@ class ServerMetrics(Collector):
         self.prompt = Distribution("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.generated = Distribution("vllm:request_generation_tokens", "Tokens of all choices of an answer.", _TOKENS)
         self.step = Distribution("vllm:iteration_tokens_total", "Positions computed by one engine step.", _TOKENS)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
         engine.on_step = self._see_step
 
     def see(self, answer: Answer, updates: list[Update]) -> None:
@@ -127,10 +118,6 @@ class ServerMetrics(Collector):
         if answer.metrics.queued_s is not None:
             self.queued.observe(answer.metrics.queued_s)
 
-    def text(self) -> bytes:
-        """Return all metrics in the exposition format, version 0.0.4."""
-        return generate_latest(self._registry)
-
     def collect(self) -> Iterator[Metric]:
         model = self.model_name
         yield from stats_families(self.engine.stats, model)
@@ -148,9 +135,6 @@ class ServerMetrics(Collector):
         refused = [((str(status),), count) for status, count in sorted(self.refused.items())]
         text = "Connections refused before there was a request."
         yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not collect, since the engine may not have sent stats yet
 
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:

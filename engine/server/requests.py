@@ -1,11 +1,13 @@
 """The request schemas: one struct per endpoint, and the known but unsupported fields of OpenAI's and vLLM's APIs.
 
-An unsupported field is refused by name if it would change the answer. A top-level field that is in none of these lists
-is ignored, so that a new field of a client library causes no outage: `parse` collects its name for the log and for the
-response header (app.py). The structs only define types; SamplingParams and the engine validate the values.
+An unsupported field (other_fields.json) is refused by name if it would change the answer. A top-level field that is in
+none of these lists is ignored, so that a new field of a client library causes no outage: `parse` collects its name for
+the log and for the response header (app.py). The structs only define types; SamplingParams and the engine validate the
+values.
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -207,15 +209,6 @@ class NoFields(msgspec.Struct, kw_only=True):
     """POST /reset_prefix_cache, /resume"""
 
 
-# Accepted and ignored if a struct does not declare them: metadata and billing fields do not change the answer.
-HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "stream_interval"),
-        *("request_id", "prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
-    }
-)
-
-
 class Unserved(NamedTuple):
     """Why a known field is refused, and its values that have no effect and are therefore accepted."""
 
@@ -223,49 +216,18 @@ class Unserved(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
+class OtherFields(msgspec.Struct, frozen=True):
+    """The known fields that no struct declares. Some agents send neutral values in every request, and so do the
+    gateways of vLLM and SGLang, which rewrite bodies."""
+
+    harmless: frozenset[str]  # metadata and billing, which do not change the answer: accepted and ignored
+    unserved: dict[str, Unserved]
+    responses: dict[str, Unserved]  # in addition, in the Responses API …
+    messages: dict[str, Unserved]  # … and in the Messages API
+
+
+OTHER_FIELDS = msgspec.json.decode(Path(__file__).with_name("other_fields.json").read_bytes(), type=OtherFields)
 _ELSEWHERE = Unserved("this endpoint has no such field")
-_CHAT = "only a chat has it; use /v1/chat/completions"
-_FUNCTIONS = "the older form of tools; use tools and tool_choice"
-_BEAM = "beam search is not supported; n choices are sampled"
-_GUIDED = ("decoding", "json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
-UNSERVED: dict[str, Unserved] = {
-    "tools": Unserved(_CHAT, ([],)),
-    "tool_choice": Unserved(_CHAT, ("none", "auto")),
-    "include_reasoning": Unserved(_CHAT, (True,)),
-    "functions": Unserved(_FUNCTIONS, ([],)),
-    "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
-    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
-    "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
-    "use_beam_search": Unserved(_BEAM, (False,)),
-    "num_beams": Unserved(_BEAM, (1,)),
-    "length_penalty": Unserved(_BEAM, (1, 1.0)),
-    "early_stopping": Unserved(_BEAM, (False,)),
-    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
-    "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
-    "logprob_token_ids": Unserved("log-probabilities of chosen tokens are not supported", ([],)),
-    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
-    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
-    "repetition_detection": Unserved("repetition is not detected"),
-    "echo": Unserved("messages are not repeated in the answer", (False,)),
-    "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
-    "modalities": Unserved("only text is generated", (["text"],)),
-    "audio": Unserved("only text is generated"),
-    "verbosity": Unserved("the model has no such setting", ("medium",)),
-    "web_search_options": Unserved("there is no web search"),
-    "documents": Unserved("use chat_template_kwargs.documents, or put their text into a message", ([],)),
-    "use_activation": Unserved("scores are always probabilities, except for a regression model", (True,)),
-    "rank_fields": Unserved("documents are ranked by their text"),
-    "chat_template": Unserved("a template from a request is never run; start the server with --chat-template"),
-    "mm_processor_kwargs": Unserved("only text is understood", ({},)),
-    "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
-    "kv_transfer_params": Unserved("the cache finds blocks by content; no transfer is asked for", ({},)),
-    "vllm_xargs": Unserved("there are no extra arguments", ({},)),
-    # SGLang's fields; the gateways of vLLM and SGLang rewrite bodies and add these to every request.
-    "no_stop_trim": Unserved("a stop string is cut off", (False,)),
-    "return_hidden_states": Unserved("only text is answered", (False,)),
-    "separate_reasoning": Unserved("how reasoning is marked is the server's --reasoning-parser", (True,)),
-    "stream_reasoning": Unserved("what a stream has of it comes as it is made", (True,)),
-}
 
 
 # Fields of our own endpoints. An endpoint that lacks one of them refuses it instead of ignoring it.
@@ -280,7 +242,7 @@ def parse(
     body: bytes,
     kind: type[Request],
     ignored: list[str],
-    unserved: Mapping[str, Unserved] = UNSERVED,
+    unserved: Mapping[str, Unserved] = OTHER_FIELDS.unserved,
 ) -> Request:
     """Decode the request in `body` and append the names of unknown fields to `ignored`.
 
@@ -293,7 +255,7 @@ def parse(
                 raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
         elif name in unserved:
             _check_neutral(name, raw, unserved[name])
-        elif name in HARMLESS:
+        elif name in OTHER_FIELDS.harmless:
             continue
         elif name in OWN_FIELDS:
             _check_neutral(name, raw, _ELSEWHERE)

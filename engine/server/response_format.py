@@ -20,7 +20,7 @@ def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) ->
         wanted = _of_format(call, form)
     if wanted is not None:
         wanted.check()
-        if coerce_one_of and wanted.has_schema:
+        if coerce_one_of and wanted.kind == "json":
             wanted = msgspec.structs.replace(wanted, coerce_one_of=True)
     return wanted
 

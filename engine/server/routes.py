@@ -1,8 +1,7 @@
 """The tables of all routes, and the handlers of the GET routes."""
 
-import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
-Shown = Callable[[Service], dict[str, Any]]
+Shown = Callable[[Service], dict[str, Any] | Response]
 
 POSTS = (
     HandledRoute("/v1/chat/completions", chat, takes_ids=True),
@@ -48,94 +47,91 @@ ADAPTER_POSTS = (
 
 
 def routes(service: Service, kv_events: KvEvents) -> list[Route]:
-    handled, shown = (*POSTS, *OTHERS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), {}
+    handled, shown = (*POSTS, *OTHERS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), GETS
     if service.config.allow_weight_updates:
-        handled, shown = (*handled, *control.POSTS), control.GETS
-    made = [Route(path, get, methods=["GET"]) for path, get in Gets(service, kv_events, shown).table.items()]
+        handled, shown = (*handled, *control.POSTS), GETS | control.GETS
+    gets: dict[str, Any] = {path: partial(_show, service, what) for path, what in shown.items()}
+    gets |= dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), partial(_models, service))
+    made = [Route(path, get, methods=["GET"]) for path, get in {**gets, "/kv_events": kv_events}.items()]
     return made + [Route(route.path, Endpoint(service, route), methods=[route.method]) for route in handled]
 
 
-class Gets:
-    """The GET routes: `table` maps each path to a function or an ASGI application, such as a constant response."""
-
-    def __init__(self, service: Service, kv_events: KvEvents, shown: dict[str, Shown]) -> None:
-        self._service = service
-        self._started = int(time.time())
-        self.table: dict[str, Any] = {
-            "/": self.page,
-            "/health": self.health,
-            "/ping": self.health,
-            "/ready": self.ready,
-            "/metrics": self.metrics,
-            "/tokenizer_info": self.tokenizer_info,
-            "/version": _json({"version": penstock.__version__}),
-            "/v1/models": self.models,
-            "/v1/models/{model:path}": self.models,
-            "/kv_events": kv_events,
-            **{path: partial(self.showing, what) for path, what in shown.items()},
-        }
-
-    async def showing(self, what: Shown, _request: Request) -> Response:
-        return _json(what(self._service))
-
-    async def models(self, request: Request) -> Response:
-        service = self._service
-        await service.know_text_digest()
-        one = request.path_params.get("model")
-        if one is not None:
-            return _json(self._model(service.check_model(one)))
-        names = (*service.config.served_model_names, *service.adapters.served)
-        return _json({"object": "list", "data": [self._model(name) for name in names]})
-
-    def _model(self, name: str) -> dict[str, Any]:
-        service, info = self._service, self._service.info
-        adapter = service.adapter_of(name)
-        return {
-            "id": name,
-            "object": "model",
-            "owned_by": "penstock",
-            "created": self._started,
-            "max_model_len": info.max_model_len,
-            "context_limit": info.context_limit,
-            "root": service.model_name,
-            "parent": service.model_name if adapter else None,
-            "adapter": adapter,  # the digest that is part of the keys of its blocks
-            # A router needs these two to compute the keys of cached blocks …
-            "block_size": info.block_size,
-            "fingerprint": info.fingerprint.hex(),
-            "num_blocks": info.num_blocks - 1,  # block 0 is padding and never allocated
-            "max_num_batched_tokens": info.max_num_batched_tokens,
-            "text_digest": service.text_digest,  # … and with the same digest may send ids instead of text
-        }
-
-    async def health(self, _request: Request) -> Response:
-        state = self._service.engine.health()
-        return _json({"status": state.reason}, 200 if state.alive else 503)
-
-    async def ready(self, _request: Request) -> Response:
-        state = self._service.engine.health()
-        if self._service.is_draining:
-            return _json({"status": "the server is shutting down"}, 503)
-        return _json({"status": state.reason}, 200 if state.alive and state.ready else 503)
-
-    async def tokenizer_info(self, _request: Request) -> Response:
-        """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""
-        service = self._service
-        sources = {} if service.template is None else service.template.sources
-        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
-
-    async def metrics(self, _request: Request) -> Response:
-        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    async def page(self, _request: Request) -> Response:
-        return self._page
-
-    @cached_property
-    def _page(self) -> Response:
-        """The page, built when it is first requested."""
-        found = document()
-        return HTMLResponse(found.body, headers=found.headers)
+async def _show(service: Service, what: Shown, _request: Request) -> Response:
+    shown = what(service)
+    return shown if isinstance(shown, Response) else _json(shown)
 
 
-def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
+def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def _health(service: Service) -> Response:
+    state = service.engine.health()
+    return _json({"status": state.reason}, 200 if state.alive else 503)
+
+
+def _ready(service: Service) -> Response:
+    if service.is_draining:
+        return _json({"status": "the server is shutting down"}, 503)
+    state = service.engine.health()
+    return _json({"status": state.reason}, 200 if state.alive and state.ready else 503)
+
+
+def _metrics(service: Service) -> Response:
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""
+    sources = {} if service.template is None else service.template.sources
+    return {**service.tokenizer.special_tokens, "chat_template": sources.get("default")}
+
+
+@cache
+def _page() -> Response:
+    """Return the page, which is built when it is first requested."""
+    found = document()
+    return HTMLResponse(found.body, headers=found.headers)
+
+
+# The GET routes that show the state of the server: a response, or an object for JSON.
+GETS: dict[str, Shown] = {
+    "/": lambda _service: _page(),
+    "/health": _health,
+    "/ping": _health,
+    "/ready": _ready,
+    "/metrics": _metrics,
+    "/tokenizer_info": _tokenizer_info,
+    "/version": lambda _service: {"version": penstock.__version__},
+}
+
+
+async def _models(service: Service, request: Request) -> Response:
+    await service.know_text_digest()
+    one = request.path_params.get("model")
+    if one is not None:
+        return _json(_model(service, service.check_model(one)))
+    names = (*service.config.served_model_names, *service.adapters.served)
+    return _json({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    info = service.info
+    adapter = service.adapter_of(name)
+    return {
+        "id": name,
+        "object": "model",
+        "owned_by": "penstock",
+        "created": service.started,
+        "max_model_len": info.max_model_len,
+        "context_limit": info.context_limit,
+        "root": service.model_name,
+        "parent": service.model_name if adapter else None,
+        "adapter": adapter,  # the digest that is part of the keys of its blocks
+        # A router needs these two to compute the keys of cached blocks …
+        "block_size": info.block_size,
+        "fingerprint": info.fingerprint.hex(),
+        "num_blocks": info.num_blocks - 1,  # block 0 is padding and never allocated
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "text_digest": service.text_digest,  # … and with the same digest may send ids instead of text
+    }

@@ -7,6 +7,7 @@ tokenized count as if they were queued already.
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -21,17 +22,17 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
+from penstock.engine.server.requests import OTHER_FIELDS, PromptRequest, Unserved, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ModelInfo
+from penstock.executor.protocol import ModelInfo, WeightsError
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
-REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # the errors that as_http_error converts
+REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # the errors that as_http_error converts
 
 
 class Service:
@@ -52,6 +53,7 @@ class Service:
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.responses = ResponseStore()
         self.is_draining = False
+        self.started = int(time.time())
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count
         self._seeds = None if config.seed is None else random.Random(config.seed)
@@ -94,7 +96,7 @@ class Service:
         call: Call,
         body: bytes,
         kind: type[Asked],
-        unserved: Mapping[str, Unserved] = UNSERVED,
+        unserved: Mapping[str, Unserved] = OTHER_FIELDS.unserved,
     ) -> Asked:
         """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
         request = parse(body, kind, call.ignored, unserved)
@@ -186,5 +188,7 @@ def as_http_error(error: Exception, call: Call) -> HttpError:
         return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
     if isinstance(error, EngineDead):
         return HttpError(503, str(error))
+    if isinstance(error, WeightsError):
+        return HttpError(409, str(error))
     assert isinstance(error, HttpError)
     return error

@@ -49,12 +49,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Reading:
     """Parses one choice into pieces (text, reasoning, calls) for all chat APIs. Without a reader, all of it is text."""
 
-    def __init__(
-        self, reader: AnswerReader | HarmonyReader | None, id_length: int = 0, shows_reasoning: bool = True
-    ) -> None:
-        self._reader = reader
-        self._id_length = id_length
-        self._shows_reasoning = shows_reasoning
+    def __init__(self, plan: "ReadingPlan", reader: AnswerReader | HarmonyReader | None) -> None:
+        self._plan, self._reader = plan, reader
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         """Return the pieces that the next text of the answer completes, with an id for every call."""
@@ -66,7 +62,7 @@ class Reading:
         return [
             piece._replace(id=self._new_id()) if isinstance(piece, CallStart) else piece
             for piece in found
-            if self._shows_reasoning or not isinstance(piece, Reasoning)
+            if self._plan.shows_reasoning or not isinstance(piece, Reasoning)
         ]
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
@@ -75,9 +71,9 @@ class Reading:
         return "tool_calls" if reason == "stop" and has_called else reason
 
     def _new_id(self) -> str:
-        if self._id_length == SHORT_ID:
-            return secrets.token_hex(SHORT_ID)[:SHORT_ID]
-        return f"call_{secrets.token_hex(self._id_length // 2)}"
+        assert self._plan.calls is not None
+        length = self._plan.calls.form.id_length
+        return secrets.token_hex(length)[:length] if length == SHORT_ID else f"call_{secrets.token_hex(length // 2)}"
 
 
 @dataclass(frozen=True)
@@ -96,10 +92,9 @@ class ReadingPlan:
     def begin(self) -> Reading:
         """Return a new parser for one choice."""
         if self.is_plain:
-            return Reading(None)
+            return Reading(self, None)
         kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
-        reader = kind(self.calls, self.thinking, is_certain=self.is_certain)
-        return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
+        return Reading(self, kind(self.calls, self.thinking, is_certain=self.is_certain))
 
 
 class Tools:
@@ -108,7 +103,7 @@ class Tools:
     def __init__(self, config: ServerConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
         source = template.source if template is not None else ""
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._config = tokenizer, config
         named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
         if named == "auto":
             has_tools = template is not None and template.has_tools
@@ -119,12 +114,9 @@ class Tools:
             log.warning(
                 "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
             )
-        self._is_off = named == "none"
         self.unheld: dict[bytes, None] = {}  # sets of optional tools whose grammar was refused
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
-        self._constrains_auto = config.constrain_auto_tools
-        self._coerces_one_of = config.coerce_one_of
         texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
@@ -139,7 +131,7 @@ class Tools:
                 raise InvalidRequest("tool_choice", "there are no tools to choose from")
             return None
         asked = request.structured_outputs
-        functions = _functions(tools, self._coerces_one_of or (asked is not None and asked.coerce_one_of))
+        functions = _functions(tools, self._config.coerce_one_of or (asked is not None and asked.coerce_one_of))
         if isinstance(choice, NamedTool):
             chosen = choice.function.name
             functions = [function for function in functions if function.name == chosen]
@@ -148,7 +140,7 @@ class Tools:
         if choice == "none":
             return None
         if self.form is None:
-            raise InvalidRequest("tools", _OFF if self._is_off else _UNKNOWN)
+            raise InvalidRequest("tools", _OFF if self._config.tool_call_parser == "none" else _UNKNOWN)
         must = choice != "auto"
         if must:
             functions = [function._replace(is_strict=True) for function in functions]
@@ -168,7 +160,7 @@ class Tools:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `begun`: the
         text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        holds = self._constrains_auto and holds_optional
+        holds = self._config.constrain_auto_tools and holds_optional
         is_held = calls is not None and (calls.must or wanted is not None or holds)
         shows = request.include_reasoning is not False
         outputs = self._constraint(calls if is_held else None, wanted, thought)

@@ -26,17 +26,17 @@ REPLAY_S = 3.0  # without a message of a replay: it is given up, before the feed
 BACKLOG = 100_000  # batches that wait while a replay is read; those beyond are lost, which is a gap
 AT_ONCE = 32  # batches between two other things of the event loop
 END = (-1).to_bytes(8, "big", signed=True)
-COUNTS = ("batches", "replayed", "gaps")  # batches taken, those of them that were replayed, and gaps
 
 
 class EngineSource:
+    last: int | None  # the number of the last batch
+
     def __init__(self, context: zmq.asyncio.Context, backend: Backend, fingerprint: bytes, block_size: int) -> None:
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts = {"batches": 0, "replayed": 0, "gaps": 0}  # "batches" has the replayed ones too
         self.is_connected = False
         self._context, self._backend, self._fingerprint = context, backend, fingerprint
         self._block_size = block_size
-        self.last: int | None = None  # the number of the last batch
-        self.blocks = self._no_blocks()
+        self._forget()
 
     def view(self) -> dict[str, object]:
         return {
@@ -149,10 +149,8 @@ class EngineSource:
         return list(self.blocks.snapshot())
 
     def _forget(self) -> None:
-        self.last, self.blocks = None, self._no_blocks()
-
-    def _no_blocks(self) -> EngineBlocks:
-        return EngineBlocks(self._fingerprint, self._block_size, secrets.token_hex(8))
+        self.last = None
+        self.blocks = EngineBlocks(self._fingerprint, self._block_size, secrets.token_hex(8))
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

@@ -68,9 +68,7 @@ class Fleet:
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
 
-    def add(self, text: str) -> Replica:
-        """Add a replica given in the form described in router/backend.py. Raise RouteError if it is invalid."""
-        backend = Backend.of(text)
+    def add(self, backend: Backend) -> Replica:
         replica = Replica(backend, self.config.timeouts.connect_s, self.config.backend_lines)
         self.replicas[backend.url] = replica
         return replica

@@ -10,23 +10,24 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq.asyncio
 
 from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
-from penstock.router.background import Tasks, keep_running
+from penstock.router.background import Tasks
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import question_head
+from penstock.router.http.heads import request_head
 from penstock.router.http.upstream import ConnectFailed, QueueSink
 from penstock.router.placement.engine_blocks import OtherBlockSize
 
 log = logging.getLogger("penstock.router")
 
-PATH = "/kv_events"
+PATH = b"/kv_events"
 STALL_S = 5 * ALIVE_S  # a source without a frame for so long has stalled
 FIRST_PAUSE_S = 0.1  # before reconnecting; doubled up to LONGEST_PAUSE_S, with jitter
 LONGEST_PAUSE_S = 5.0
@@ -52,23 +53,24 @@ class KvFeeds:
         if (old := self._by_url.get(replica.url)) is not None:
             old.cancel()
         self._by_url = {url: task for url, task in self._by_url.items() if not task.done()}
-        following = keep_running(f"the event feed of {replica.url}", lambda: self._follow(replica))
-        self._by_url[replica.url] = self._tasks.spawn(following)
+        name = f"the event feed of {replica.url}"
+        self._by_url[replica.url] = self._tasks.keep_running(name, lambda: self._follow(replica))
 
     async def close(self) -> None:
         await self._tasks.close()
         self._context.destroy(0)
 
     async def _follow(self, replica: Replica) -> None:
-        source: HttpSource | EngineSource = HttpSource(replica)
+        open_stream: Callable[[], AsyncGenerator[Sequence[Frame], None]] = partial(_engine_frames, replica)
         if replica.backend.events is not None:
             info = replica.info
-            source = replica.link = EngineSource(self._context, replica.backend, info.fingerprint, info.block_size)
+            replica.link = EngineSource(self._context, replica.backend, info.fingerprint, info.block_size)
+            open_stream = replica.link.frames
         pause_s = FIRST_PAUSE_S
         while self._is_ours(replica):
             num_frames = 0
             try:
-                async with contextlib.aclosing(source.frames()) as batches:
+                async with contextlib.aclosing(open_stream()) as batches:
                     while self._is_ours(replica):
                         async with asyncio.timeout(STALL_S):
                             frames = await anext(batches)
@@ -110,21 +112,16 @@ class KvFeeds:
         return self._fleet.replicas.get(replica.url) is replica and replica.state != "removing"
 
 
-class HttpSource:
-    """The event stream of a Penstock engine, which begins with a snapshot."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
-    async def frames(self) -> AsyncGenerator[Sequence[Frame], None]:
-        """Connect and yield frames until the stream ends. Raises ConnectFailed, NoEvents and StreamError."""
-        pool, sink, reader = self._replica.pool, QueueSink(), FrameReader()
-        upstream = await pool.connect()
-        upstream.send(question_head(PATH, pool.host_header, self._replica.key_line), b"", sink)
-        try:
-            while (data := await sink.pieces.get()) is not None and sink.status == 200:
-                yield reader.feed(data)
-            if sink.status in (401, 403, 404, 405):
-                raise NoEvents(sink.status)
-        finally:
-            upstream.drop(sink)
+async def _engine_frames(replica: Replica) -> AsyncGenerator[Sequence[Frame], None]:
+    """Connect to the event stream of a Penstock engine, which begins with a snapshot, and yield its frames until it
+    ends. Raises ConnectFailed, NoEvents and StreamError."""
+    pool, sink, reader = replica.pool, QueueSink(), FrameReader()
+    upstream = await pool.connect()
+    upstream.send(request_head(b"GET", PATH, pool.host_header, replica.key_line), b"", sink)
+    try:
+        while (data := await sink.pieces.get()) is not None and sink.status == 200:
+            yield reader.feed(data)
+        if sink.status in (401, 403, 404, 405):
+            raise NoEvents(sink.status)
+    finally:
+        upstream.drop(sink)

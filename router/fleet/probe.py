@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.router.background import Tasks, keep_running
-from penstock.router.config import RouterConfig
+from penstock.router.background import Tasks
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
@@ -46,15 +45,11 @@ class ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
-_MODELS = msgspec.json.Decoder(ServedModels)
-
-
 class Prober:
     """The probe tasks of all replicas; calls `on_info` when a replica's models become known or change."""
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, on_info: Callable[[Replica, ServedModel], None]) -> None:
-        self._fleet = fleet
-        self._config = config
+    def __init__(self, fleet: Fleet, on_info: Callable[[Replica, ServedModel], None]) -> None:
+        self._fleet, self._timeouts = fleet, fleet.config.timeouts
         self._on_info = on_info
         self._watched: dict[Replica, ProbeState] = {}
         self._tasks = Tasks()
@@ -66,15 +61,15 @@ class Prober:
             self._watched[replica].wake.set()
             return
         watched = self._watched[replica] = ProbeState()
-        watching = keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
-        self._tasks.spawn(watching).add_done_callback(lambda _: self._watched.pop(replica))
+        task = self._tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
+        task.add_done_callback(lambda _: self._watched.pop(replica))
 
     async def _watch(self, replica: Replica, watched: "ProbeState") -> None:
         while replica.state != "removing":
             watched.wake.clear()
             await self._probe(replica, watched)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.timeouts.probe_interval_s):
+                async with asyncio.timeout(self._timeouts.probe_interval_s):
                     await watched.wake.wait()
         while replica.num_in_flight:
             await asyncio.sleep(0.05)
@@ -104,7 +99,7 @@ class Prober:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return await fetch(replica.pool, path, replica.key_line, self._config.timeouts.probe_timeout_s)
+        return await fetch(replica.pool, path, replica.key_line, self._timeouts.probe_timeout_s)
 
     async def _ask_ready(self, replica: Replica, watched: "ProbeState") -> int:
         status, _ = await self._ask(replica, watched.path)
@@ -118,7 +113,7 @@ class Prober:
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
-        served = _MODELS.decode(body).data
+        served = msgspec.json.decode(body, type=ServedModels).data
         if not served:
             raise ValueError("/v1/models lists no model")
         first = served[0]

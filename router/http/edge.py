@@ -51,9 +51,6 @@ class Edge:
         self._due_s = NEVER  # time of the next sweep
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection(self) -> "ClientConnection":
-        return ClientConnection(self)
-
     @property
     def is_written(self) -> bool:
         """Return whether all answers have been written to the sockets."""

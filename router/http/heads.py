@@ -147,11 +147,7 @@ def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
     return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
-def question_head(path: str, host: bytes, lines: bytes) -> bytes:
-    """Return the head of a GET request that the router itself sends to a replica."""
-    return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
-
-
-def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
+def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, body: bytes | None = None) -> bytes:
     """Return the head of a request to a replica; `lines` are the header lines filtered by `passing`."""
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (method, target, host, lines, content_length)
+    length = b"" if body is None else b"content-length: %d\r\n" % len(body)
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (method, target, host, lines, length)

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head, request_head
+from penstock.router.http.heads import AnswerHead, Headers, Heads, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to the router's own requests; the rest is dropped
@@ -209,10 +209,6 @@ class Pool:
         self.busy: set[Upstream] = set()
         self._idle: list[Upstream] = []
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
     def take_idle(self) -> Upstream | None:
         while self._idle:
             upstream = self._idle.pop()
@@ -291,10 +287,8 @@ class QueueSink:
 
 async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
     """GET from a replica, or POST a JSON body; return status and body. Raise ConnectFailed or TimeoutError."""
-    head = question_head(path, pool.host_header, lines)
-    if body is not None:
-        lines += b"content-type: application/json\r\n"
-        head = request_head(b"POST", path.encode(), pool.host_header, lines, len(body))
+    method, kind = (b"GET", b"") if body is None else (b"POST", b"content-type: application/json\r\n")
+    head = request_head(method, path.encode(), pool.host_header, lines + kind, body)
     async with within(timeout_s):
         while True:
             kept = pool.take_idle()

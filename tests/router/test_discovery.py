@@ -12,7 +12,7 @@ import pytest
 
 from penstock.router import discovery
 from penstock.router.backend import RouteError
-from penstock.router.discovery import discovered_like, states
+from penstock.router.discovery import check_source, states
 from tests.support.refusals import table
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import stub
@@ -98,7 +98,7 @@ def test_a_source_that_fails_for_once_is_followed_on(monkeypatch: pytest.MonkeyP
         return list(answer)
 
     async def follow() -> None:
-        following = discovery.Discovery(("dns:vllm:8000",), lambda method, text: found.append(f"{method} {text}"))
+        following = discovery.Discovery(("dns:vllm:8000",), lambda method, new: found.append(f"{method} {new.url}"))
         following.start()
         async with asyncio.timeout(60):
             while len(found) < 3:
@@ -118,4 +118,4 @@ def test_a_name_stands_for_all_its_addresses() -> None:
 @pytest.mark.parametrize(("text", "words"), table(__file__, "sources"))
 def test_a_source_that_is_written_wrongly_is_refused(text: str, words: str) -> None:
     with pytest.raises(RouteError, match=words):
-        discovered_like(text)
+        check_source(text)

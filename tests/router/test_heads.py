@@ -88,7 +88,7 @@ def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
     handler = Handler()
     edge = Edge(limits, handler.admit, handler.handle)
     edge.heads = NotPlain(1, 0)
-    connection = edge.connection()
+    connection = ClientConnection(edge)
     connection.connection_made(cast(asyncio.Transport, Transport()))
     connection.data_received(data)
     return handler.handled
@@ -101,7 +101,7 @@ def answer_by_the_parser(data: bytes) -> Leg:
     upstream.connection_made(cast(asyncio.Transport, Transport()))
     upstream.send(b"", b"", leg)
     upstream.data_received(data)
-    leg.is_over &= pool.num_idle == 1  # kept
+    leg.is_over &= len(pool._idle) == 1  # kept
     return leg
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
@@ -17,10 +18,9 @@ from tests.support.router_stub import stub
 @pytest.mark.parametrize("rounds", range(6))
 def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     async def run() -> None:
-        config = RouterConfig(backends=("http://127.0.0.1:1",))
-        fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-        prober = Prober(fleet, config, lambda *_: None)
-        replica = fleet.add(*config.backends)
+        fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")))
+        prober = Prober(fleet, lambda *_: None)
+        replica = fleet.add(Backend("http://127.0.0.1:1"))
         prober.watch(replica)
         while replica.state == "starting":
             await asyncio.sleep(0.01)
@@ -34,11 +34,10 @@ def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
 
 
 def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_successor() -> None:
-    config = RouterConfig(backends=("http://127.0.0.1:1",))
-    fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-    before = fleet.add(*config.backends)
+    fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")))
+    before = fleet.add(Backend("http://127.0.0.1:1"))
     fleet.detach(before)
-    after = fleet.add(*config.backends)
+    after = fleet.add(Backend("http://127.0.0.1:1"))
     for replica in (after, before):  # the answer of the one before comes late
         fleet.assign_group(replica, "m", ("m",), ReplicaInfo())
     assert fleet.group_of("m").replicas == {after.url: after}

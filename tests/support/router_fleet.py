@@ -14,6 +14,7 @@ import uvloop
 
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.sockets import bind_sockets
+from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig, Timeouts, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
@@ -197,11 +198,10 @@ def mock_fleet(
 @contextlib.asynccontextmanager
 async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     """A fleet of this one replica, once it is up; no router. For at most half a minute."""
-    config = RouterConfig(backends=(url,), timeouts=Timeouts(probe_interval_s=0.01))
+    config = RouterConfig(timeouts=Timeouts(probe_interval_s=0.01))
     fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-    prober = Prober(fleet, config, lambda *_: None)
-    replica = fleet.add(url)
-    prober.watch(replica)
+    prober = Prober(fleet, lambda *_: None)
+    prober.watch(replica := fleet.add(Backend.of(url)))
     async with asyncio.timeout(60):
         while not replica.is_up:
             await asyncio.sleep(0.01)

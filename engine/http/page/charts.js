@@ -1,19 +1,25 @@
 // The live charts: read /metrics once a second, compare it with the samples of the last minute, and redraw.
 
-/** Read /metrics once a second, and draw the visible charts. */
-function startWatch() {
+/** Read /metrics every second while the tab is visible, never twice at a time, and draw the visible charts. */
+async function startWatch() {
   const history = new History();
-  keepLooking(async (mayAsk) => {
-    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
-    setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
-    if (!byId("watch").hidden) drawLive(history);
-  });
-}
-
-function drawLive(history) {
-  const now = history.now;
-  byId("tiles").replaceChildren(...liveTiles(history));
-  byId("tiers").replaceChildren(...tierMeters(now));
+  for (let mayAsk = true; ; await new Promise((resolve) => setTimeout(resolve, 1000))) {
+    if (document.hidden) continue;
+    try {
+      history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+      setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
+      if (!byId("watch").hidden) {
+        byId("tiles").replaceChildren(...liveTiles(history));
+        byId("tiers").replaceChildren(...tierMeters(history.now));
+      }
+      mayAsk = true;
+      document.body.classList.remove("stale");
+    } catch (error) {
+      if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
+      setState("bad", error instanceof TypeError ? "not reachable" : error.message);
+      document.body.classList.add("stale");
+    }
+  }
 }
 
 function liveTiles(history) {
@@ -186,15 +192,11 @@ function spark(values) {
 
 /** Create a labelled bar; `behind` is a second share shown behind the first. */
 function meter(label, share, value, behind = 0) {
-  return make("div", "meter", make("span", "", label), bar(share, behind), make("span", "value", value));
-}
-
-function bar(share, behind = 0) {
   const box = make("div", "bar");
   for (const [name, part] of [["behind", behind], ["", share]]) {
     const fill = make("i", name);
     fill.style.width = `${100 * Math.min(Math.max(part, 0), 1)}%`;
     box.append(fill);
   }
-  return box;
+  return make("div", "meter", make("span", "", label), box, make("span", "value", value));
 }

@@ -128,25 +128,6 @@ async function complaint(response) {
   }
 }
 
-/** Call `look` now and every second while the tab is visible, never twice at a time. */
-async function keepLooking(look) {
-  let mayAsk = true;
-  for (;;) {
-    if (!document.hidden) {
-      try {
-        await look(mayAsk);
-        mayAsk = true;
-        document.body.classList.remove("stale");
-      } catch (error) {
-        if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
-        setState("bad", error instanceof TypeError ? "not reachable" : error.message);
-        document.body.classList.add("stale");
-      }
-    }
-    await new Promise((resolve) => setTimeout(resolve, 1000));
-  }
-}
-
 function showView() {
   const name = location.hash === "#watch" ? "watch" : "chat";
   for (const view of ["chat", "watch"]) byId(view).hidden = view !== name;

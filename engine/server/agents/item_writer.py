@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.custom_tools import InputDecoder
@@ -27,23 +30,7 @@ FORMS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 }
 
 # The fields of a response besides its names and its content; Open Responses requires all of them.
-DEFAULTS: dict[str, Any] = {
-    "object": "response",
-    "status": "in_progress",
-    "background": False,
-    "store": True,
-    "metadata": {},
-    "service_tier": "default",
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "top_logprobs": 0,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "truncation": "disabled",
-    **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage", "instructions", "previous_response_id")),
-    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "max_output_tokens", "max_tool_calls")),
-    **dict.fromkeys(("temperature", "top_p", "reasoning")),
-}
+DEFAULTS: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("response_defaults.json").read_bytes())
 
 
 class ItemWriter(Writer):

@@ -48,7 +48,11 @@ def checked_items(given: list[Item], field: str) -> list[AnyItem]:
             raise InvalidRequest(f"{field}[{place}].type", what)
         _check_parts(item, f"{field}[{place}]")
     items = [{name: value for name, value in item.items() if value is not None} for item in given]
-    converted: list[AnyItem] = of_kind([{"type": "message", **item} for item in items], list[ITEM], field)
+    try:
+        converted: list[AnyItem] = msgspec.convert([{"type": "message", **item} for item in items], list[ITEM])
+    except msgspec.ValidationError as error:
+        within, what = objection(error, list[ITEM])
+        raise InvalidRequest(field + within, what) from None
     return converted
 
 
@@ -115,12 +119,3 @@ def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text or part.refusal} for part in content]
-
-
-def of_kind(value: object, kind: Any, field: str) -> Any:
-    """Convert plain data to the type `kind`; raise InvalidRequest if it does not match."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        within, what = objection(error, kind)
-        raise InvalidRequest(field + within, what) from None

@@ -5,7 +5,6 @@ A stored response (response_store.py) can be continued by the next one, and be r
 
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Raw
@@ -144,8 +143,7 @@ def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[A
 
 async def get(service: Service, call: Call, _body: bytes) -> Reply:
     """Return a stored response."""
-    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    if query.get("stream", ["false"])[-1] != "false":
+    if call.query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
     response_id = call.scope["path_params"]["response_id"]
     stored = service.responses.get(owner_of(call), response_id)

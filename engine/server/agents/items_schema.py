@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock.engine.server.requests import UNSERVED, Function, JsonSchema, PromptRequest, Unserved, with_sampling
+from penstock.engine.server.requests import OTHER_FIELDS, Function, JsonSchema, PromptRequest, with_sampling
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
@@ -153,21 +153,4 @@ class ResponsesRequest(PromptRequest, kw_only=True):
     prompt_cache_options: Any = None  # without effect: all KV blocks are cached as long as they fit
 
 
-NOT_SERVED = UNSERVED | {
-    "n": Unserved("a response is one answer", (1,)),
-    "max_tokens": Unserved("use max_output_tokens"),
-    "max_completion_tokens": Unserved("use max_output_tokens"),
-    "response_format": Unserved("use text.format"),
-    "reasoning_effort": Unserved("use reasoning.effort"),
-    "messages": Unserved("use input"),
-    "logprobs": Unserved("only completions and chats show them", (False,)),
-    "top_logprobs": Unserved("only completions and chats show them", (0,)),
-    "prompt_logprobs": Unserved("only completions and chats show them"),
-    "return_training_data": Unserved("only completions and chats show it", (False,)),
-    "prompt": Unserved("no prompts are kept here; send instructions and input"),
-    "context_management": Unserved("nothing is compacted here; send fewer items", ([],)),
-    "truncation": Unserved("no turns are dropped here; send fewer items", ("disabled",)),
-    "background": Unserved("a response ends with its connection; use stream", (False,)),
-    "conversation": Unserved("no conversations are kept here; use previous_response_id"),
-    "moderation": Unserved("there is no moderation"),
-}
+NOT_SERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.responses

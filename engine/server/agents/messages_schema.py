@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import Id, Strict
-from penstock.engine.server.requests import UNSERVED, Function, PromptRequest, Unserved
+from penstock.engine.server.requests import OTHER_FIELDS, Function, PromptRequest
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
@@ -102,15 +102,4 @@ class MessagesRequest(CountRequest, kw_only=True):
     seed: int | None = None
 
 
-NOT_SERVED = UNSERVED | {
-    "container": Unserved("nothing is run here"),
-    "mcp_servers": Unserved("nothing is run here; give their tools as functions", ([],)),
-    # Many agents send the last value, which keeps all reasoning and so changes nothing.
-    "context_management": Unserved(
-        "messages are not edited here",
-        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-    ),
-    "output_format": Unserved("use output_config.format"),
-    "stop": Unserved("use stop_sequences"),
-    "n": Unserved("a message is one answer", (1,)),
-}
+NOT_SERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.messages

@@ -1,38 +1,99 @@
-"""Incremental parser of one answer: optional reasoning first, then text and tool calls.
+"""Incremental parser of one answer: optional reasoning first, then text and tool calls; call_kinds.py parses the calls.
 
-Whitespace next to the reasoning marks is dropped. The result does not depend on how the text is split into pieces.
+Whitespace next to the reasoning marks and around calls is dropped; text that is not a call is returned verbatim as
+content. The result does not depend on how the text is split into pieces.
 """
 
+import re
+from collections.abc import Collection
+
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Piece, Reasoning
-from penstock.engine.text.tools.scan import Wait, num_held, skip_blank
+from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import Malformed, Wait, num_held, skip_blank
 from penstock.engine.text.tools.thinking import Thinking
+
+MAX_FALSE = 64  # failed attempts to parse a call, after which the rest of the answer is text
 
 
 class AnswerReader(CallReader):
     """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
+        functions = {} if calls is None else {function.name: function.parameters for function in calls.functions}
+        super().__init__(functions, MAX_CALLS if calls is None or calls.many else 1)
         self._thinking = thinking
         self._is_thinking = self._has_reasoned = False
-        if calls is None:
-            super().__init__(None, {})
-            return
-        functions = {function.name: function.parameters for function in calls.functions}
-        held = ("", *calls.form.marks) if calls.must else calls.form.triggers
-        super().__init__(calls.form, functions, held if is_certain else (), max_calls=MAX_CALLS if calls.many else 1)
+        self._num_false = 0
+        self._form = form = None if calls is None else calls.form
+        self._marks = () if form is None else form.marks
+        self._is_bare = form is not None and form.is_bare
+        bare = [r"(?<=\n\n)(?=[{\[])"] if self._is_bare else []
+        self._opening = re.compile("|".join([*map(re.escape, self._marks), *bare]))
+        self._held: Collection[str] = ()  # the marks after which a grammar enforces calls; "": calls without a mark
+        if calls is not None and is_certain:
+            self._held = ("", *self._marks) if calls.must else calls.form.triggers
 
     def finish(self) -> list[Piece]:
-        """Return the pieces held back so far. Unfinished reasoning is returned as reasoning."""
+        """Return the pieces held back so far. Unfinished reasoning is returned as reasoning; an unfinished closing mark
+        of a complete call is dropped."""
         if self._is_thinking:
             self._reason(self.text[self.at :])
             self.at, self._blanks = len(self.text), []
-        return super().finish()
+        self._reading.close()
+        is_dropped = self.is_closing or self.is_within_call
+        self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
+        if self._blanks and not self.num_calls:
+            self._out.append(Content("".join(self._blanks)))
+        self.at, self._blanks = len(self.text), []
+        return self._taken()
 
     def _answer(self) -> Wait[None]:
+        """Parse the reasoning, then text and calls alternately."""
         if self._thinking is not None:
             yield from self._think(self._thinking)
-        yield from super()._answer()
+        is_call = False
+        if self._is_bare:
+            yield from self.skip_blanks()
+            is_call = self.text[self.at] in "{["
+        while True:
+            mark = "" if is_call else (yield from self._read_text())
+            is_call, self.is_certain = False, mark in self._held
+            assert self._form is not None
+            try:
+                yield from self._form.parse(self, mark)
+            except Malformed as error:
+                self._give_up(error.place)
+            self.is_closing = self.is_within_call = False
+
+    def _read_text(self) -> Wait[str]:
+        """Read content up to a mark and return the mark."""
+        may_call = bool(self._marks) and not self.is_full and self._num_false < MAX_FALSE
+        while True:
+            text, at = self.text, self.at
+            found = self._opening.search(text, at) if may_call else None
+            if found is not None:
+                self._content(text[at : found.start()])
+                self.raw, self.json, self.at = [found[0]], [], found.end()
+                return found[0]
+            self.at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
+            self._content(text[at : self.at])
+            yield from self.wait()
+
+    def _give_up(self, place: int) -> None:
+        """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
+        would be quadratic."""
+        self._flush()
+        self._content("".join(self.raw) + self.text[self.at : place])
+        self.raw, self.at = [], place
+        self._num_false += 1
+
+    def _content(self, text: str) -> None:
+        body = text.rstrip() if self._marks else text
+        if body:
+            self._out.append(Content("".join(self._blanks) + body))
+            self._blanks = []
+        if len(body) < len(text):
+            self._blanks.append(text[len(body) :])
 
     def _think(self, thinking: Thinking) -> Wait[None]:
         """Parse the reasoning up to the beginning of the answer; yield when more text is needed."""

@@ -211,7 +211,7 @@ class ObjectCalls(ToolFormat):
 
 @dataclass(frozen=True)
 class NamedCalls(ToolFormat):
-    """Calls that are a name followed by arguments, between fixed texts. The arguments are JSON."""
+    """Calls that are a name followed by arguments, between fixed texts. The arguments are JSON or follow `parameters`."""
 
     def parse(self, reader: CallReader, mark: str) -> Wait[None]:
         words, before_name, closing = self.opening(mark).split(), self.before_name.split(), self.closing(mark)
@@ -220,7 +220,7 @@ class NamedCalls(ToolFormat):
             yield from reader.match(*words)
             name = yield from reader.name()
             yield from reader.match(*self.before_arguments.split())
-            yield from self.arguments(reader, name, (after or closing)[0])
+            yield from self._arguments(reader, name, (after or closing)[0])
             reader.end_call(name)
             reader.is_closing = True
             for word in after:
@@ -239,29 +239,16 @@ class NamedCalls(ToolFormat):
             reader.take(place)
             words, reader.is_closing = before_name, False
 
-    def arguments(self, reader: CallReader, name: str, _end: str, /) -> Wait[None]:
+    def _arguments(self, reader: CallReader, name: str, end: str) -> Wait[None]:
         """Begin the call and read its arguments, which `end` follows unless they are JSON."""
-        yield from json_arguments(reader, name)
-
-
-@dataclass(frozen=True)
-class TaggedCalls(NamedCalls):
-    """Calls whose arguments are text between tags."""
-
-    def arguments(self, reader: CallReader, name: str, end: str, /) -> Wait[None]:
-        assert self.parameters is not None
+        if self.parameters is None:
+            yield from json_arguments(reader, name)
+            return
         reader.begin_call(name)
-        yield from tagged(reader, self.parameters, reader.functions[name], end)
-
-
-@dataclass(frozen=True)
-class LiteralCalls(NamedCalls):
-    """Calls whose arguments are Python literals, or JSON with other quotes."""
-
-    def arguments(self, reader: CallReader, name: str, end: str, /) -> Wait[None]:
-        assert self.parameters is not None
-        reader.begin_call(name)
-        yield from literals(reader, self.parameters.quote, end)
+        if self.parameters.quote:
+            yield from literals(reader, self.parameters.quote, end)
+        else:
+            yield from tagged(reader, self.parameters, reader.functions[name], end)
 
 
 def json_arguments(reader: CallReader, name: str) -> Wait[None]:

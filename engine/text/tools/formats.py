@@ -1,9 +1,9 @@
 """The formats in which models write tool calls, and the detection of a model's format from its chat template.
 
-    ObjectCalls    <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
-    NamedCalls     <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>           deepseek_v31, mistral …
-    TaggedCalls    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
-    LiteralCalls   [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
+    ObjectCalls   <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
+    NamedCalls    <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>           deepseek_v31, mistral …
+      with tags   <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
+      literals    [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     lfm2, olmo3, gemma4 …
 
 To add a format, add an object of one of these classes (call_kinds.py) to FORMATS.
 """
@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.text.tools import harmony
 from penstock.engine.text.tools.arguments import Parameters
-from penstock.engine.text.tools.call_kinds import (
-    LiteralCalls,
-    NamedCalls,
-    ObjectCalls,
-    TaggedCalls,
-    ToolFormat,
-)
+from penstock.engine.text.tools.call_kinds import NamedCalls, ObjectCalls, ToolFormat
 
 
 class ToolSpec(NamedTuple):
@@ -91,26 +85,26 @@ FORMATS: tuple[ToolFormat, ...] = (
         found_by=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     _MISTRAL,
-    TaggedCalls(
+    NamedCalls(
         "seed_oss",
         *("<seed:tool_call>\n", "\n</seed:tool_call>", *_FUNCTION),
         Parameters("<parameter=", ">", "</parameter>\n"),
     ),
-    TaggedCalls(
+    NamedCalls(
         "qwen3_coder",
         *("<tool_call>\n", "\n</tool_call>", *_FUNCTION),
         Parameters("<parameter=", ">\n", "\n</parameter>\n"),
         found_by=(("<tool_call>", "<function="),),
         closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # models often omit the first mark
     ),
-    TaggedCalls(
+    NamedCalls(
         "glm47",
         *("<tool_call>", "</tool_call>", "", "", ""),
         Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
         join="</tool_call><tool_call>",
         found_by=(("</arg_key><arg_value>",),),
     ),
-    TaggedCalls(
+    NamedCalls(
         "glm45",
         *("<tool_call>", "</tool_call>", "", "\n", ""),
         Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
@@ -123,25 +117,25 @@ FORMATS: tuple[ToolFormat, ...] = (
         found_by=(("<｜tool▁sep｜>", "```json"),),
     ),
     _deepseek("deepseek_v31", "", "<｜tool▁sep｜>", "", join="", found_by=(("<｜tool▁sep｜>",),)),
-    TaggedCalls(
+    NamedCalls(
         "minimax_m2",
         *("<minimax:tool_call>\n", "\n</minimax:tool_call>", '<invoke name="', '">\n', "</invoke>"),
         Parameters('<parameter name="', '">', "</parameter>\n"),
         join="\n",
     ),
-    LiteralCalls(
+    NamedCalls(
         "gemma4",
         *("<|tool_call>", "<tool_call|>", "call:", "{", "}"),
         Parameters("", ":", join=",", quote='<|"|>'),
         join="<tool_call|><|tool_call>",
         found_by=(("<|tool_call>", '<|"|>'),),
     ),
-    LiteralCalls(
+    NamedCalls(
         "lfm2",
         *("<|tool_call_start|>[", "]<|tool_call_end|>", *_PYTHON),
         found_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
     ),
-    LiteralCalls("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
+    NamedCalls("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
     ObjectCalls(
         "phi4_mini_json",
         *("<|tool_call|>[", "]<|/tool_call|>", *_OBJECT),

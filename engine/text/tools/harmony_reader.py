@@ -21,7 +21,7 @@ class HarmonyReader(CallReader):
     """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
 
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
-        super().__init__(None, {} if calls is None else {each.name: each.parameters for each in calls.functions})
+        super().__init__({} if calls is None else {each.name: each.parameters for each in calls.functions})
         self.is_certain = is_certain
         self._is_header = True
         self._channel, self._function = "final", ""  # of the current message; "" if it is not to a known function

@@ -1,21 +1,19 @@
-"""Incremental parser that splits a model's answer into text and tool calls; formats.py parses what follows a mark.
+"""The pieces of an answer, and what its parsers (answer_reader.py, harmony_reader.py) share: the calls.
 
-The result does not depend on how the text is split into pieces. A call is announced only once its name and the opening
-brace of its arguments have arrived; text that is not a call is returned verbatim as content. If a grammar enforces the
+A call is announced only once its name and the opening brace of its arguments have arrived. If a grammar enforces the
 call, its arguments are streamed. Otherwise they are held back until the call is complete and valid, since a stream
-cannot retract text. Whitespace around calls is dropped.
+cannot retract text.
 """
 
-import re
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.engine.text.tools.scan import Malformed, Source, Wait, num_held, skip_blank
+from penstock.engine.text.tools.scan import Malformed, Source, Wait, skip_blank
 
 MAX_CALLS = 128  # per answer; further calls are returned as text
-MAX_FALSE = 64  # failed attempts to parse a call, after which the rest of the answer is text
 
 
 class Reasoning(NamedTuple):
@@ -42,50 +40,24 @@ class Arguments(NamedTuple):
 Piece = Reasoning | Content | CallStart | Arguments
 
 
-class CallForm(Protocol):
-    """The part of a format (formats.py) that the reader needs."""
+class CallReader(Source, ABC):
+    """Parses one answer: call `feed` for each piece, then `finish`. `functions` maps names to schemas."""
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The texts that open calls."""
-
-    @property
-    def is_bare(self) -> bool:
-        """True if a paragraph that begins with a bracket may be a call without a mark."""
-
-    def parse(self, reader: "CallReader", mark: str) -> Wait[None]:
-        """Parse the calls that follow `mark` ("" if there is none); raise Malformed if the text is not a call."""
-
-
-class CallReader(Source):
-    """Parses one answer: call `feed` for each piece, then `finish`. `functions` maps names to schemas. `held` are the
-    marks after which a grammar enforces calls ("" for calls without a mark). Without `form`, the whole answer is text."""
-
-    def __init__(
-        self,
-        form: CallForm | None,
-        functions: Mapping[str, Any],
-        held: Collection[str] = (),
-        *,
-        max_calls: int = MAX_CALLS,
-    ) -> None:
+    def __init__(self, functions: Mapping[str, Any], max_calls: int = MAX_CALLS) -> None:
         super().__init__()
         self.functions = functions
         self.num_calls = 0
         self.is_certain = False  # a grammar enforces the current call
         self.is_within_call = False  # the text so far ends within a call that has been announced
         self.is_closing = False  # the undecided text can only be the end of a complete call
-        self._num_false = 0
-        self._form = form
-        self._held = held
         self._max_calls = max_calls
-        self._marks = () if form is None else form.marks
-        self._is_bare = form is not None and form.is_bare
-        bare = [r"(?<=\n\n)(?=[{\[])"] if self._is_bare else []
-        self._opening = re.compile("|".join([*map(re.escape, self._marks), *bare]))
         self._blanks: list[str] = []  # whitespace at the end of the content, dropped if a call follows
         self._out: list[Piece] = []
         self._reading = self._answer()
+
+    @abstractmethod
+    def _answer(self) -> Wait[None]:
+        """Parse the whole answer, yielding whenever more text is needed."""
 
     @property
     def has_called(self) -> bool:
@@ -99,15 +71,9 @@ class CallReader(Source):
         self._flush()
         return self._taken()
 
+    @abstractmethod
     def finish(self) -> list[Piece]:
-        """Return the pieces held back so far; an unfinished closing mark of a complete call is dropped."""
-        self._reading.close()
-        is_dropped = self.is_closing or self.is_within_call
-        self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
-        if self._blanks and not self.num_calls:
-            self._out.append(Content("".join(self._blanks)))
-        self.at, self._blanks = len(self.text), []
-        return self._taken()
+        """Return the pieces held back so far."""
 
     def check(self) -> None:
         """Assert the invariants that hold between two pieces."""
@@ -166,46 +132,6 @@ class CallReader(Source):
                 return
             yield from self.wait()
 
-    # -- text between calls --------------------------------------------------------------------------------------
-
-    def _answer(self) -> Wait[None]:
-        """Parse text and calls alternately, yielding whenever more text is needed."""
-        is_call = False
-        if self._is_bare:
-            yield from self.skip_blanks()
-            is_call = self.text[self.at] in "{["
-        while True:
-            mark = "" if is_call else (yield from self._read_text())
-            is_call, self.is_certain = False, mark in self._held
-            assert self._form is not None
-            try:
-                yield from self._form.parse(self, mark)
-            except Malformed as error:
-                self._give_up(error.place)
-            self.is_closing = self.is_within_call = False
-
-    def _read_text(self) -> Wait[str]:
-        """Read content up to a mark and return the mark."""
-        may_call = bool(self._marks) and not self.is_full and self._num_false < MAX_FALSE
-        while True:
-            text, at = self.text, self.at
-            found = self._opening.search(text, at) if may_call else None
-            if found is not None:
-                self._content(text[at : found.start()])
-                self.raw, self.json, self.at = [found[0]], [], found.end()
-                return found[0]
-            self.at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
-            self._content(text[at : self.at])
-            yield from self.wait()
-
-    def _give_up(self, place: int) -> None:
-        """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
-        would be quadratic."""
-        self._flush()
-        self._content("".join(self.raw) + self.text[self.at : place])
-        self.raw, self.at = [], place
-        self._num_false += 1
-
     def _announce(self, name: str) -> None:
         """Begin a call in the output. Until `end_call`, its arguments are passed on as they are read."""
         self._out.append(CallStart(self.num_calls, name))
@@ -219,14 +145,6 @@ class CallReader(Source):
             if found := "".join(self.json):
                 self._out.append(Arguments(self.num_calls - 1, found))
             self.raw, self.json = [], []
-
-    def _content(self, text: str) -> None:
-        body = text.rstrip() if self._marks else text
-        if body:
-            self._out.append(Content("".join(self._blanks) + body))
-            self._blanks = []
-        if len(body) < len(text):
-            self._blanks.append(text[len(body) :])
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []

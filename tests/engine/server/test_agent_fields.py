@@ -12,7 +12,7 @@ from typing_extensions import get_type_hints, is_typeddict
 from penstock.engine.server.agents.items_schema import NOT_SERVED, ResponsesRequest
 from penstock.engine.server.agents.messages_schema import NOT_SERVED as NOT_SERVED_MESSAGES
 from penstock.engine.server.agents.messages_schema import MessagesRequest
-from penstock.engine.server.requests import HARMLESS
+from penstock.engine.server.requests import OTHER_FIELDS
 from tests.support.refusals import hardest
 from tests.support.running_server import MODEL, Running
 
@@ -32,7 +32,7 @@ WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 # Fields that the server knows.
-READ = {*ResponsesRequest.__struct_fields__, *MessagesRequest.__struct_fields__, *HARMLESS}
+READ = {*ResponsesRequest.__struct_fields__, *MessagesRequest.__struct_fields__, *OTHER_FIELDS.harmless}
 READ |= {*NOT_SERVED, *NOT_SERVED_MESSAGES}
 # What goes with a field, where it has no sense alone.
 BESIDE = {"stream_options": {"stream": True}, "tool_choice": {}}

@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.server import requests, scoring
 from penstock.engine.server.agents.items_schema import ResponsesRequest
 from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
-from penstock.engine.server.requests import HARMLESS, UNSERVED
+from penstock.engine.server.requests import OTHER_FIELDS
 from penstock.engine.server.routes import POSTS
 from penstock.executor.protocol import LabelInfo
 from tests.support.fake_engine import INFO, FakeEngine
@@ -89,7 +89,7 @@ class Generator:
             field = self.choose.choice(PATHS[path])
             body[field] = self.value() if self.choose.random() < 0.4 else self.likely(field)
         if self.choose.random() < 0.1:
-            body[self.choose.choice([*HARMLESS, *UNSERVED, "nonsense"])] = self.value()
+            body[self.choose.choice([*OTHER_FIELDS.harmless, *OTHER_FIELDS.unserved, "nonsense"])] = self.value()
         if body and self.choose.random() < 0.05:
             body.pop(self.choose.choice(list(body)))
         return body

@@ -191,7 +191,7 @@ def test_many_numbers_do_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scoring, "shown", noting)
     service: Any = SimpleNamespace(tokenizer=None)
     request = scoring.ClassifyRequest(input=msgspec.Raw(b"null"))
-    assert asyncio.run(scoring._numbers(service, Call(None), request, "input", ["a"], labels)) == [[1.0]]
+    assert asyncio.run(scoring._numbers(service, Call(()), request, "input", ["a"], labels)) == [[1.0]]
     assert threads != [] and threading.current_thread() not in threads
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.text.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, CallStart
+from penstock.engine.text.tools.answer_reader import MAX_FALSE, AnswerReader
+from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Marks, Thinking
 from tests.support.refusals import hardest
@@ -84,7 +85,7 @@ def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut(name: str) -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str) -> None:
-    reader = CallReader(FORMATS[name], {"weather": {}}, ("", *FORMATS[name].marks))
+    reader = AnswerReader(calls_of(name, must=True), None, is_certain=True)
     seen = [reader.feed(character) for character in CALL[name]]
     starts = [place for place, pieces in enumerate(seen) if any(isinstance(piece, CallStart) for piece in pieces)]
     fragments = [piece.text for pieces in seen for piece in pieces if not isinstance(piece, CallStart)]
@@ -94,14 +95,14 @@ def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_grammar_a_call_is_read_when_it_is_complete_and_valid(name: str) -> None:
-    reader = CallReader(FORMATS[name], {"weather": {}})
+    reader = AnswerReader(calls_of(name), None, is_certain=False)
     seen = [reader.feed(character) for character in CALL[name]]
     last = CALL[name].rindex("}")
     assert [len(pieces) for pieces in seen[: last + 1]] == [0] * last + [2]
 
 
 def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
-    reader = CallReader(FORMATS["hermes"], {"weather": {}})
+    reader = AnswerReader(calls_of("hermes"), None, is_certain=False)
     read = [
         "".join(getattr(piece, "text", "") for piece in reader.feed(part))
         for part in ("a <", "tool", "_x", "<", "b", " ", "c")
