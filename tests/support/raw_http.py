@@ -6,18 +6,9 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from tests.support import running_server as running
-from tests.support.running_server import read_all
+from tests.support.running_server import connect, read_all
 
 __all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "status"]
-
-
-def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
-    sock = socket.socket()
-    if receive_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(60)
-    sock.connect(("127.0.0.1", port))
-    return sock
 
 
 @contextlib.contextmanager

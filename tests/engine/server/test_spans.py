@@ -20,11 +20,6 @@ from tests.support.running_server import MODEL, Running, running, until
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with collecting() as found:
@@ -198,6 +193,7 @@ def joins(headers: list[str]) -> bool:
 def test_the_sdks_own_exporter_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "open_exporter", lambda _telemetry: exporter)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     with running(telemetry=Telemetry(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
         answer = server.http.post(
             "/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"traceparent": TRACEPARENT}
