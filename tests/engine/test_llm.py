@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -213,10 +214,7 @@ def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_runnin
 def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_step: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(llm._running().executor, "submit", fail)
+    monkeypatch.setattr(llm._running().executor, "submit", Mock(side_effect=MemoryError("no room")))
     with pytest.raises(MemoryError):
         llm.generate([[1]], GREEDY, use_tqdm=False)
     with pytest.raises(RuntimeError, match="shut down"):
@@ -290,20 +288,10 @@ def test_requests_that_fail_are_named_and_the_others_results_are_there(
 
 
 def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) -> None:
-    class Bar:
-        def __init__(self, **_options: Any) -> None:
-            pass
-
-        def update(self) -> None:
-            raise OSError("the screen is gone")
-
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:
-            pass
-
-        close = update
-
+    bar = Mock()
+    bar().update.side_effect = bar().close.side_effect = OSError("the screen is gone")
     with pytest.raises(OSError, match="the screen"):
-        llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=Bar)
+        llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=bar)
     metrics = llm.get_metrics()
     assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1

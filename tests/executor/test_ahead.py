@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -123,13 +124,10 @@ def test_nothing_is_packed_where_there_may_be_a_gpu(tmp_path: Path, monkeypatch:
 
 
 def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
     path = small_file(tmp_path / "model.gguf")
     file = open_gguf(path)
     monkeypatch.setattr(ahead, "open_gguf", lambda _: file)
-    monkeypatch.setattr(ahead, "allocate", full)
+    monkeypatch.setattr(ahead, "allocate", Mock(side_effect=OSError(12, "Cannot allocate memory")))
     with ahead.packing(ExecutorConfig(model=str(path))):
         pass
     assert file.packed == {}

@@ -2,6 +2,7 @@
 
 import itertools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,9 +175,7 @@ def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
     with (
         pytest.raises(ExecutorError, match=r"does not suffice for a thing: lower it\. Tried to allocate 2.00 GiB"),
         naming_options("a thing", "lower it"),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -189,10 +190,7 @@ def test_more_memory_than_there_is_is_refused_before_it_is_used() -> None:
 
 
 def test_memory_that_the_kernel_refuses_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(MemoryError, match="No space left on device"):
         MessageQueue.create(1, slots=3, slot_bytes=SLOT)
 

@@ -4,6 +4,7 @@ import random
 import re
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -175,10 +176,7 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    def load() -> GrammarVocabulary:
-        raise OSError("no such file")
-
-    world = Core(compiler=Compiler(load))
+    world = Core(compiler=Compiler(Mock(side_effect=OSError("no such file"))))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
     world.run()
@@ -190,10 +188,7 @@ def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkey
     class Panic(BaseException):
         """What a panic of Rust's is in Python: no Exception."""
 
-    def panic(*_: object, **options: object) -> None:
-        raise Panic("index out of bounds")
-
-    monkeypatch.setattr("llguidance.LLMatcher", panic)
+    monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=Panic("index out of bounds")))
     world = Core(compiler=Compiler(vocabulary))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))

@@ -1,14 +1,18 @@
 """Adapters over HTTP, before a real core with the oracle: names beside the model's, loading and unloading at run time."""
 
+import argparse
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError
+from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.server_config import LoraModule, ServerConfig, resolve
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
@@ -93,8 +97,6 @@ def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> N
 
 
 def test_modules_on_the_command_line() -> None:
-    import argparse
-
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     given = ["--enable-lora", "--lora-modules", "sql=/a", '{"name": "law", "path": "/b=c"}']
@@ -114,15 +116,7 @@ def test_modules_on_the_command_line() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named() -> None:
-    import asyncio
-
-    from penstock.engine.server.adapters import Adapters
-    from tests.support.fake_engine import FakeEngine
-
-    class Refusing(FakeEngine):
-        async def load_adapter(self, path: str) -> Any:
-            raise AdapterError(f"{path}: no")
-
+    engine = Mock(load_adapter=Mock(side_effect=AdapterError("/a: no")))
     config = resolve(ServerConfig(lora_modules=(LoraModule("sql", "/a"),)), {})
     with pytest.raises(AdapterError, match="lora_modules: sql: lora_path: /a: no"):
-        asyncio.run(Adapters(Refusing(), ("tiny",)).load_all(config.lora_modules))  # type: ignore[arg-type]
+        asyncio.run(Adapters(engine, ("tiny",)).load_all(config.lora_modules))
