@@ -183,10 +183,7 @@ def test_drafts_of_a_step_are_bounded() -> None:
         world.submit(submit(name, [1, 2], max_tokens=40, sampling=ALWAYS_7))
     most = 0
     while world.scheduler.has_work():
-        step = world.plan()
-        most = max(most, sum(len(row.tokens) for row in step.rows))
-        world.executor.submit(step)
-        world.collect()
+        most = max(most, sum(len(row.tokens) for row in world.run_step().rows))
     assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
 
 
