@@ -113,17 +113,13 @@ async def test_a_reader_that_sleeps_finds_everything_in_one_update(engine: Async
     assert len(updates[0].token_ids) == 500
 
 
-async def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
+async def test_a_full_queue_says_when_to_come_back_and_more_than_it_holds_never_fits() -> None:
     async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
         with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
             engine.admit(6)
         engine.admit(5)
         with pytest.raises(QueueFull, match="^1 sequences are in flight"):
             engine.admit(5, 1)
-
-
-async def test_a_full_queue_says_when_to_come_back() -> None:
-    async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
         long = SamplingParams(max_tokens=100_000, detokenize=False)
         answers = [engine.generate([1], long) for _ in range(5)]
         with pytest.raises(QueueFull) as full:

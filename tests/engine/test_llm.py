@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle_engine import oracle_llm
+from tests.support.programs import printed
 from tests.support.refusals import cases, table
 from tests.support.simulation import alone, submit
 
@@ -348,5 +347,4 @@ def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) ->
 
 def test_importing_the_llm_does_not_import_jinja2_or_llguidance() -> None:
     code = "import sys; from penstock import LLM; print(*{'jinja2', 'llguidance'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert printed(code) == ""

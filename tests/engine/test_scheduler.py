@@ -207,16 +207,10 @@ def test_the_prefix_cache_is_reset_only_when_idle() -> None:
 
 
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(4, 40)
+@some_worlds(4, 40, thousands=2000)
 def test_random_worlds_keep_every_invariant_and_every_token(seeds: range) -> None:
     wanted = {"steps": 20_000, "preempted": 101, "aborted": 101, "hits": 1001, "finished": 1001}
     assert_reached((storm(seed, num_steps=500) for seed in seeds), wanted, len(seeds) / 40)
-
-
-@pytest.mark.slow
-def test_a_million_random_steps() -> None:
-    total = sum(storm(seed, num_steps=2_000)["steps"] for seed in range(1000, 1500))
-    assert total >= 1_000_000
 
 
 def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_sent() -> None:

@@ -5,8 +5,6 @@ import copy
 import functools
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,6 +15,7 @@ from penstock import _csrc
 from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, ScoreExtras, cpu_ops
 from penstock.executor.protocol import ExecutorError
 from tests.support.paged import Cache, attend, latent_step, random, rotated_step
+from tests.support.programs import printed
 from tests.support.twins import torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -278,7 +277,7 @@ before = len(os.listdir("/proc/self/task"))
 cpu_ops.make_ops(torch.float32, 64, 2).gate(x, "silu")
 print(cpu_ops._csrc.lib.penstock_cpu_has_team(), len(os.listdir("/proc/self/task")) - before)
 """
-    assert run_script(script) == "1 0"
+    assert printed(script) == "1 0"
 
 
 def test_without_torch_in_the_process_the_calling_thread_does_all_the_work() -> None:
@@ -290,11 +289,4 @@ address = int(ffi.cast("uintptr_t", x))
 lib.penstock_gate(cpu, [(address, address + 4096 * 4, int(ffi.cast("uintptr_t", y)), 8192, 8192, 64, 4096, 0)])
 print(lib.penstock_cpu_has_team(), {round(value, 4) for value in y})
 """
-    assert run_script(script) == "0 {0.7311}"
-
-
-def run_script(script: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert printed(script) == "0 {0.7311}"

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ import pytest
 
 from penstock.executor.ring.memory_segment import SPILL_KEEP_BYTES
 from penstock.executor.ring.queue import MAX_PARTS, MessageQueue, PeerDied, RingClosed
+from tests.support.programs import printed
 
 SLOT = 4096
 PATIENCE_S = 60.0  # long enough for a busy machine; nothing below waits for it to pass
@@ -247,10 +246,7 @@ def test_a_process_that_is_no_child_gets_it_pickled() -> None:
     )
     with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
         writer.send((b"hello",))
-        command = [sys.executable, "-c", script, pickle.dumps(writer.handle()).hex()]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout == "hello\n"
+        assert printed(script, pickle.dumps(writer.handle()).hex()) == "hello"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05])

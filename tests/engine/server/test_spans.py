@@ -1,8 +1,6 @@
 """The spans of a server's requests, as a collector and the SDK's own exporter get them, and what a collector that fails costs."""
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,6 +12,7 @@ from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
 from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
+from tests.support.programs import printed
 from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, until
 
@@ -281,5 +280,4 @@ def test_where_nothing_is_traced_nothing_of_it_is_loaded() -> None:
         "import sys, penstock.engine.server.lifetime, penstock.router.serve;"
         "print([name for name in sys.modules if 'opentelemetry' in name or name.endswith(('.spans', '.tracing'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert printed(code) == "[]"
