@@ -16,6 +16,7 @@ from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, ScoreExtras, c
 from penstock.executor.protocol import ExecutorError
 from tests.support.paged import Cache, attend, latent_step, random, rotated_step
 from tests.support.programs import printed
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -244,18 +245,7 @@ def test_an_unknown_level_is_refused_by_name() -> None:
         cpu_ops.make_ops(torch.float32, 64, level="sse9")
 
 
-@pytest.mark.parametrize(
-    ("cpu", "instructions", "level"),
-    [
-        ("Nehalem", (), "portable"),
-        ("Zen 3", ("AVX2",), "avx2"),
-        ("Skylake-SP", ("AVX2", "AVX512"), "avx2"),
-        ("Cascade Lake and Ice Lake", ("AVX2", "AVX512", "VNNI"), "avx512"),
-        ("Zen 4", ("AVX2", "AVX512", "VNNI", "BF16"), "avx512_bf16"),
-        ("a CPU without VNNI", ("AVX2", "AVX512", "BF16"), "avx2"),
-        ("a machine that hides AVX2", ("AVX512", "VNNI", "BF16"), "portable"),
-    ],
-)
+@pytest.mark.parametrize(("cpu", "instructions", "level"), cases(__file__, "instructions of CPUs"))
 def test_the_dot_products_of_integers_and_of_bfloat16_are_chosen_apart(
     cpu: str, instructions: tuple[str, ...], level: str
 ) -> None:

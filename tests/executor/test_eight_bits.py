@@ -15,9 +15,10 @@ from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
 from penstock.executor.protocol import Step, Transfers
 from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
-from tests.support.eight_bits import CASES, QUANTIZATION, dequantize, quantize
+from tests.support.eight_bits import QUANTIZATION, dequantize, quantize
 from tests.support.packed_models import WEIGHTS, folders
 from tests.support.paged import random
+from tests.support.small_models import BLOCKS as CASES
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins.experts import fused_experts

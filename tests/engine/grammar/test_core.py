@@ -111,14 +111,19 @@ def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> No
     assert len(world.tokens("b")) == 1 and world.last("b").stop_token == world.tokens("b")[0]
 
 
-def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+def gated_core() -> tuple[threading.Event, Core]:
+    """Return a core that compiles no grammar before the event is set."""
     gate = threading.Event()
 
     def load() -> GrammarVocabulary:
         gate.wait(60)
         return vocabulary()
 
-    world = Core(compiler=Compiler(load))
+    return gate, Core(compiler=Compiler(load))
+
+
+def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+    gate, world = gated_core()
     world.submit(submit("slow", [1, 2, 3], DIGITS))
     world.submit(submit("aborted", [1, 2, 3], DIGITS))
     world.submit(submit("free", [4, 5, 6], None, 5))
@@ -231,13 +236,7 @@ def test_a_core_without_a_tokenizer_says_so() -> None:
 
 
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
-    gate = threading.Event()
-
-    def load() -> GrammarVocabulary:
-        gate.wait(60)
-        return vocabulary()
-
-    world = Core(compiler=Compiler(load))
+    gate, world = gated_core()
     world.submit(submit("a", [1], DIGITS))
     world.abort("a")
     world.submit(submit("a", [1], StructuredOutputs(choice=["other"])))

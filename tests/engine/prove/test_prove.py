@@ -44,25 +44,7 @@ from tests.support.refusals import cases, hardest
 # Defects that only the load finds, and others of each phase. The slow suite plants all.
 FAST = ["full-pool", "slots-swapped", "finish-lost", "blocks-held", "context-cut", "tool-argument-cut"]
 # A defect that each case finds, where it is another than positions that are shifted after a hit.
-CULPRITS = {
-    "one-token-differs": "hash-ignores-last-token",
-    "vllm-45238": "short-prefix-never-hits",
-    "vllm-50702": "json-cut-beside-others",
-    "vllm-53912": "stale-draft",
-    "llamacpp-n-then-reuse": "n-writes-into-prompt",
-    "trtllm-18156": "salt-never-hits",
-    "adapter-reuse": "adapter-shares-cache",
-    "mini-sglang-142": "freed-twice-by-cancel",
-    "stale-after-reset": "stale-after-reset",
-    "neighbours": "slots-swapped",
-    "ollama-18107": "long-prompt-cut",
-    "stream-equals-whole": "reasoning-lost",
-    "tool-arguments": "tool-renamed",
-    "usage-counts": "chat-usage-without-template",
-    "seed-repeats": "one-seed",
-    "stop-at-chunk-border": "stop-cuts-too-much",
-    "apis-equal-chat": "messages-without-system",
-}
+CULPRITS: dict[str, str] = dict(cases(__file__, "culprits"))
 
 
 def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.engine.server.server_config import LoraModule, ServerConfig, resol
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
+from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -103,12 +104,7 @@ def test_modules_on_the_command_line() -> None:
     args = parser.parse_args(["model", *given])
     assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
     serve.check(args)
-    for words, message in (
-        (given[1:], "lora_modules: given; it requires enable_lora"),
-        (["--allow-lora-updates"], "allow_lora_updates: given; it requires enable_lora"),
-        ([*given[:2], "sql=/a", "sql=/b"], "lora_modules: 'sql' is given twice"),
-        ([*given[:2], "m=/a", "--served-model-name", "m"], "lora_modules: 'm' is given twice, or is what the model"),
-    ):
+    for words, message in table(__file__, "lora modules", given=given):
         with pytest.raises(ConfigError, match=message):
             serve.check(parser.parse_args(["model", *words]))
     with pytest.raises(SystemExit):
