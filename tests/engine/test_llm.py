@@ -2,9 +2,9 @@
 
 import os
 import signal
-import threading
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -247,21 +247,19 @@ def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str
 
 
 def test_threads_take_turns(llm: LLM) -> None:
-    def work(number: int) -> None:
+    def work(number: int) -> list[tuple[list[int], list[int], list[int]]]:
+        found = []
         for size in range(1, 6):
             prompts = [[number, each] for each in range(size)]
             for prompt, result in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-                found[number].append((prompt, result.prompt_token_ids, result.outputs[0].token_ids))
+                found.append((prompt, result.prompt_token_ids, result.outputs[0].token_ids))
             llm.embed(prompts, use_tqdm=False)
             llm.reset_prefix_cache()
+        return found
 
-    found: dict[int, list[tuple[list[int], list[int], list[int]]]] = {number: [] for number in range(4)}
-    threads = [threading.Thread(target=work, args=(number,)) for number in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for each in found.values():
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(work, range(4)))
+    for each in answers:
         assert len(each) == 15
         assert all(prompt == given and ids == alone(submit("a", prompt))[0] for prompt, given, ids in each)
 

@@ -1,11 +1,10 @@
-"""Raw requests to a router, byte by byte."""
+"""Raw requests to a server or a router, byte by byte."""
 
 import contextlib
 import random
 import socket
 from collections.abc import Iterator, Sequence
 
-from tests.support import running_server as running
 from tests.support.running_server import connect, read_all
 
 __all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "status"]
@@ -24,7 +23,9 @@ def clients(port: int, *requests: bytes) -> Iterator[list[socket.socket]]:
 def exchange(port: int, request: bytes) -> bytes:
     """Everything the router says until it closes; sending stops where it does not listen any more."""
     with connect(port) as sock:
-        return running.exchange(sock, request)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(request)
+        return read_all(sock)
 
 
 def status(answer: bytes) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import httpx
+import pytest
 import uvloop
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
@@ -110,6 +111,17 @@ def running(
         yield started
 
 
+def started(engine: Callable[[], AsyncEngine] | None = None, scope: Any = "module", **settings: Any) -> Any:
+    """Return a fixture: a server with these settings, over an engine that is made for it."""
+
+    @pytest.fixture(scope=scope)
+    def server() -> Iterator[Running]:
+        with running(engine and engine(), **settings) as made:
+            yield made
+
+    return server
+
+
 @contextlib.contextmanager
 def in_thread(server: contextlib.AbstractAsyncContextManager[Served]) -> Iterator[Served]:
     """Yield what `server` yields, which runs in a thread with an event loop of its own."""
@@ -184,13 +196,6 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
         found.append(json.loads(data))
         assert name == (f"event: {found[-1]['type']}\n" if has_names else "")
     return found
-
-
-def exchange(sock: socket.socket, request: bytes) -> bytes:
-    """Send raw bytes and read until the server closes."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        sock.sendall(request)
-    return read_all(sock)
 
 
 def read_all(sock: socket.socket) -> bytes:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,15 +17,12 @@ from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running, until
+from tests.support.running_server import MODEL, Running, running, started, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-@pytest.fixture
-def server() -> Iterator[Running]:
-    with running(oracle_engine(enable_lora=True, max_model_len=4096), allow_lora_updates=True) as server:
-        yield server
+server = started(lambda: oracle_engine(enable_lora=True, max_model_len=4096), "function", allow_lora_updates=True)
 
 
 def load(server: Running, name: str, path: str, **fields: Any) -> Any:

@@ -14,13 +14,9 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running, until
+from tests.support.running_server import MODEL, Running, running, started, until
 
-
-@pytest.fixture
-def server() -> Iterator[Running]:
-    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
-        yield server
+server = started(lambda: oracle_engine(max_model_len=4096), "function", allow_weight_updates=True)
 
 
 def choice(server: Running, **fields: Any) -> Any:
