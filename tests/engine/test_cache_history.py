@@ -10,6 +10,7 @@ from penstock.engine.messages import Reuse
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import forget
 from tests.support.flaky_store import FlakyStore
+from tests.support.refusals import cases
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
 PROMPT = list(range(20))  # five blocks
@@ -32,15 +33,7 @@ def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
     assert reuse(world, "d", [7, 8]) == Reuse({"device": 0}, "partial_block")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "num_cached", "differs_at"),
-    [
-        ([99, *PROMPT[1:]], 0, 0),
-        ([*PROMPT[:3], 99, *PROMPT[4:]], 0, 3),
-        ([*PROMPT[:10], 99, *PROMPT[11:]], 8, 10),
-        ([*PROMPT, *range(50, 60)], 20, 20),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "num_cached", "differs_at"), cases(__file__, "other prompts", PROMPT=PROMPT))
 def test_a_prompt_that_differs_names_the_first_token_that_does(
     prompt: list[int], num_cached: int, differs_at: int
 ) -> None:

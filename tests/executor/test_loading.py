@@ -18,7 +18,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights
 from tests.support.driver import Driver
 from tests.support.programs import printed
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.small_models import reference
 
 
@@ -147,16 +147,7 @@ def test_the_tensors_say_their_dtype_where_config_json_has_none_or_float32(
     assert load(model).dtype == str(expected).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(
-    ("asked", "stored", "computed"),
-    [
-        ("auto", "float32", torch.bfloat16),
-        ("auto", "bfloat16", torch.bfloat16),
-        ("auto", "float16", torch.float16),
-        ("float32", "float32", torch.float32),
-        ("float32", "bfloat16", torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("asked", "stored", "computed"), cases(__file__, "dtypes on a GPU", torch=torch))
 def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
     asked: str, stored: str, computed: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ from penstock.executor.kernels.cuda.attention_ops import num_splits
 from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 # (row of the cache, queries, context). Rows 0 … 3 have one token; 70 queries of 3 heads fill more than one tile.
@@ -196,16 +197,7 @@ def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytes
     assert not arrivals.any()
 
 
-@pytest.mark.parametrize(
-    ("rows", "longest", "even", "programs"),
-    [
-        (1, 131_072, 16, 49),  # one row: more programs if its context is long
-        (1, 100, 1, 1),  # not worth merging
-        (32, 1024, 1, 1),
-        (32, 131_072, 1, 3),  # a long context among short ones gets more programs
-        (256, 131_072, 1, 3),
-    ],
-)
+@pytest.mark.parametrize(("rows", "longest", "even", "programs"), cases(__file__, "splits"))
 def test_rows_are_split_so_that_they_occupy_the_gpu(rows: int, longest: int, even: int, programs: int) -> None:
     assert num_splits(rows, 8, longest, 0) == (even, programs)
 
