@@ -182,6 +182,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+async def comes_true(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a streamed answer, which ends as its API prescribes."""
     assert answer.status_code == 200, answer.text

@@ -2,7 +2,7 @@
 
 import argparse
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -73,15 +73,13 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
 
 def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running, tmp_path: Path) -> None:
     load(server, "sql", content_folder(tmp_path, "a"))
-    answers: list[Any] = []
     body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
-    asking = threading.Thread(target=lambda: answers.append(server.complete("hello there", **body)))
-    asking.start()
-    until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
-    assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
-    assert server.complete("hello there", model="sql").status_code == 404
-    asking.join()
-    choice = answers[0].json()["choices"][0]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.complete, "hello there", **body)
+        until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
+        assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
+        assert server.complete("hello there", model="sql").status_code == 404
+        choice = asked.result().json()["choices"][0]
     assert len(choice["token_ids"]) == 3000
     load(server, "sql", content_folder(tmp_path, "a"))
     assert choice["token_ids"][:6] == ids(server, "sql")

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from unittest.mock import Mock
 
@@ -229,18 +230,13 @@ def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
             return encode(texts, add_special_tokens)
 
         tokenizer.encode_batch = slow  # type: ignore[method-assign]
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 5000, "truncate_prompt_tokens": 5})
-            )
-        )
-        asking.start()
-        until(lambda: server.call(lambda: server.app.service._num_preparing) == 1)
-        refused(server.complete(), 429)
-        go_on.set()
-        asking.join(60)
-        assert answers[0].status_code == 200
+        with ThreadPoolExecutor(1) as threads:
+            body = {"prompt": "x" * 5000, "truncate_prompt_tokens": 5}
+            asked = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body)
+            until(lambda: server.call(lambda: server.app.service._num_preparing) == 1)
+            refused(server.complete(), 429)
+            go_on.set()
+            assert asked.result().status_code == 200
         assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
 
