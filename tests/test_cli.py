@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,10 +63,7 @@ def test_the_version_and_the_commands_are_shown(run: Run) -> None:
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load(_command: cli.Command) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.Command, "load", load)
+    monkeypatch.setattr(cli.Command, "load", Mock(side_effect=KeyboardInterrupt))
     assert main(["serve"]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -5,7 +5,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -53,22 +53,18 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None) -
             yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), lambda: len(app.edge.connections))
 
 
-@pytest.fixture(scope="module", params=["server", "router"])
-def keyed(request: pytest.FixtureRequest) -> Iterator[Edge]:
-    with serving(request.param, keys=(KEY, OTHER)) as edge:
-        yield edge
+def edges(**settings: Any) -> Any:
+    """Return a fixture: both servers, one after the other, with these settings."""
+
+    @pytest.fixture(scope="module", params=["server", "router"])
+    def started(request: pytest.FixtureRequest) -> Iterator[Edge]:
+        with serving(request.param, **settings) as edge:
+            yield edge
+
+    return started
 
 
-@pytest.fixture(scope="module", params=["server", "router"])
-def small(request: pytest.FixtureRequest) -> Iterator[Edge]:
-    with serving(request.param, limits=SMALL) as edge:
-        yield edge
-
-
-@pytest.fixture(scope="module", params=["server", "router"])
-def hasty(request: pytest.FixtureRequest) -> Iterator[Edge]:
-    with serving(request.param, limits=HASTY) as edge:
-        yield edge
+keyed, small, hasty = edges(keys=(KEY, OTHER)), edges(limits=SMALL), edges(limits=HASTY)
 
 
 def ask(edge: Edge, method: str, target: str, *headers: str, host: str = "x") -> int:

@@ -28,6 +28,7 @@ from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
 from penstock.router.backend import RouteError
 from tests.support.fork_server import ROOT
+from tests.support.refusals import table
 
 _FLAGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Values for flags whose kind does not say one, and what a flag needs beside it.
@@ -210,15 +211,7 @@ def test_what_is_accepted_without_effect_is_documented() -> None:
 PROMPT_PARTS = ("description", "function_call", "audio")
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"eplb_config": {"window": 5}}, "eplb_config"),
-        ({"ray_allow_open_dashboard": True}, "ray_allow_open_dashboard"),
-        ({"kv_peer_secret_file": "/somewhere"}, "kv_peer_secret_file"),
-        ({"enable_prefix_caching": False, "kv_host_bytes": "1GiB"}, "kv_host_bytes"),
-    ],
-)
+@pytest.mark.parametrize(("given", "named"), table(__file__, "options without another"))
 def test_an_option_that_nothing_reads_without_another_is_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}: given; "):
         engine_config("model", given)

@@ -96,9 +96,7 @@ def test_a_disk_that_fails_now_and_then_is_survived_without_a_leak(tmp_path: Pat
         while calls.num_struck < 60:
             assert time.monotonic() < deadline_s
             (rig.store if draw.random() < 0.5 else rig.load)(draw.randrange(40))
-            while not rig.tier.stats()["is_open"]:
-                assert rig.tier.poll() == []
-                time.sleep(0.001)
+            wait_until_open(rig)
         assert rig.tier.flush()
         rig.tier.check()
         stats = rig.tier.stats()

@@ -132,17 +132,7 @@ def wrongly(
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (wrongly(flip=1), "corrupt"),
-        (wrongly(fingerprint=b"x" * 32), "corrupt"),
-        (wrongly(number=99), "foreign"),
-        (wrongly(size=CHUNK - 1), "short"),
-        (wrongly(num_payloads=0), "short"),
-        (wrongly(num_payloads=2), "short"),
-        (lambda get, send: send(Miss(get.ticket, "gone")), "gone"),
-        (lambda get, send: send(Miss(get.ticket, "anything else")), "gone"),
-    ],
+    ("answer", "reason"), table(__file__, "answers of peers", wrongly=wrongly, CHUNK=CHUNK, Miss=Miss)
 )
 def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: str) -> None:
     with LyingPeer(KEYS, answer) as liar, tier(liar.endpoint) as peer:

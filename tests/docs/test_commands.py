@@ -21,16 +21,7 @@ PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
 INTERNALS = {"architecture.md", "block-keys.md", "caches.md", "configuration.md", "glossary.md", "log.md", "ring.md"}
 OTHERS = {
-    "apt-get",
-    "export",
-    "grep",
-    "lm_eval",
-    "llama-server",
-    "pip",
-    "printf",
-    "ray",
-    "serve",
-    "some-other-server",
+    *("apt-get", "export", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "serve", "some-other-server"),
     "vllm",
 }
 TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())

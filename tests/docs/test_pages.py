@@ -1,9 +1,6 @@
 """The pages: what they say of flags, files and commands is so."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.vllm_options import IGNORED
 from tests.docs.configuration import PAGE, page, parsers
 from tests.support.default_file import needs_model
+from tests.support.programs import printed
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -64,10 +62,7 @@ def test_python_that_is_shown_compiles(path: Path) -> None:
 @needs_model
 def test_the_offline_example_of_the_readme_runs() -> None:
     code = next(code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
-    assert len(done.stdout.splitlines()) >= 2
+    assert len(printed(code).splitlines()) >= 2
 
 
 KNOWN = dict(parsers())

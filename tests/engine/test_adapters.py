@@ -52,21 +52,8 @@ def alone(adapter: str | None, weights: str | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
-def test_requests_with_different_adapters_never_read_each_others_blocks(tmp_path: Path, host_bytes: int) -> None:
+def test_requests_never_read_blocks_of_other_adapters_or_weights(tmp_path: Path, host_bytes: int) -> None:
     """What the oracle samples depends on every block that is read and on whose it is."""
-    rig = Rig(host_bytes=host_bytes)
-    keys = [None, *rig.load(tmp_path, "ab")]
-    for turn in range(2):
-        for index, key in enumerate(keys):
-            rig.ask(f"{index}.{turn}", key)
-        rig.run()
-        for index, key in enumerate(keys):
-            assert rig.tokens(f"{index}.{turn}") == alone(key)
-            assert rig.num_cached(f"{index}.{turn}") == (0, len(PROMPT) - 1)[turn]
-
-
-@pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
-def test_adapters_stay_over_other_weights_and_no_block_of_the_old_ones_is_hit(tmp_path: Path, host_bytes: int) -> None:
     rig = Rig(host_bytes=host_bytes)
     keys = [None, *rig.load(tmp_path, "ab")]
     for weights in [None, content_folder(tmp_path, "first"), content_folder(tmp_path, "second")]:

@@ -10,6 +10,7 @@ from penstock.engine.messages import Reuse
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import forget
 from tests.support.flaky_store import FlakyStore
+from tests.support.refusals import cases
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
 PROMPT = list(range(20))  # five blocks
@@ -24,13 +25,6 @@ def reuse(world: World, name: str, prompt: list[int] = PROMPT, **options: Any) -
     return first.reuse
 
 
-def churn(world: World, count: int = 12) -> None:
-    """Run other prompts until nothing of earlier ones is left on the device."""
-    for number in range(count):
-        reuse(world, f"churn{len(world.outputs)}", [30 + number] * 21)
-        world.settle()
-
-
 def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
     world = World()
     reuse(world, "a", [*PROMPT, 7])
@@ -39,15 +33,7 @@ def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
     assert reuse(world, "d", [7, 8]) == Reuse({"device": 0}, "partial_block")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "num_cached", "differs_at"),
-    [
-        ([99, *PROMPT[1:]], 0, 0),
-        ([*PROMPT[:3], 99, *PROMPT[4:]], 0, 3),
-        ([*PROMPT[:10], 99, *PROMPT[11:]], 8, 10),
-        ([*PROMPT, *range(50, 60)], 20, 20),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "num_cached", "differs_at"), cases(__file__, "other prompts", PROMPT=PROMPT))
 def test_a_prompt_that_differs_names_the_first_token_that_does(
     prompt: list[int], num_cached: int, differs_at: int
 ) -> None:
@@ -66,7 +52,7 @@ def test_of_several_earlier_continuations_the_longest_shared_one_counts() -> Non
 def test_blocks_evicted_from_the_device_say_so() -> None:
     world = World(num_blocks=17)
     reuse(world, "a")
-    churn(world)
+    world.churn()
     found = reuse(world, "b")
     assert (found.reason, found.evicted_from, found.cached) == ("evicted", "device", {"device": 0})
     assert found.evicted_s_ago is not None and found.evicted_s_ago >= 0
@@ -76,11 +62,11 @@ def test_blocks_evicted_from_the_host_say_so_and_those_found_there_are_counted()
     world = World(num_blocks=17, host_slots=20)
     reuse(world, "a")
     world.settle()
-    churn(world, 3)
+    world.churn(3)
     found = reuse(world, "b")
     assert found.reason == "partial_block" and found.cached["host"] > 0
     world.settle()
-    churn(world)
+    world.churn()
     assert reuse(world, "c").evicted_from == "host"
 
 
@@ -104,7 +90,7 @@ def test_other_salts_adapters_and_weights() -> None:
 def test_blocks_that_were_read_too_late() -> None:
     world = World(num_blocks=17, host_slots=20, store=FlakyStore())
     reuse(world, "a")
-    churn(world)
+    world.churn()
     world.disk.is_stalled = True
     assert reuse(world, "late") == Reuse({"device": 0}, "tier_timeout")
 

@@ -9,8 +9,7 @@ import signal
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle_engine import oracle_engine
 from tests.support.programs import Program, all_gone
+from tests.support.running_server import comes_true
 from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
@@ -66,13 +66,6 @@ async def read(answer: Answer) -> dict[int, Update]:
     return {index: joined(updates) for index, updates in parts.items()}
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        await asyncio.sleep(0.01)
-
-
 async def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own(engine: AsyncEngine) -> None:
     prompt = [1, 2, 3, 4, 5]
     greedy = await read(engine.generate(prompt, GREEDY))
@@ -102,28 +95,24 @@ async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended
     answer.abort()
     last = [updates async for updates in answer][-1][0]
     assert last.finish_reason == "abort"
-    await until(lambda: engine.stats.num_used_blocks == 0)
+    await comes_true(lambda: engine.stats.num_used_blocks == 0)
     assert engine.stats.generation_tokens - before < 450_000
 
 
 async def test_a_reader_that_sleeps_finds_everything_in_one_update(engine: AsyncEngine) -> None:
     answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
-    await until(lambda: len(engine.answers) == 0)
+    await comes_true(lambda: len(engine.answers) == 0)
     (updates,) = [updates async for updates in answer]
     assert len(updates[0].token_ids) == 500
 
 
-async def test_more_than_the_queue_holds_is_no_reason_to_come_back() -> None:
+async def test_a_full_queue_says_when_to_come_back_and_more_than_it_holds_never_fits() -> None:
     async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
         with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
             engine.admit(6)
         engine.admit(5)
         with pytest.raises(QueueFull, match="^1 sequences are in flight"):
             engine.admit(5, 1)
-
-
-async def test_a_full_queue_says_when_to_come_back() -> None:
-    async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
         long = SamplingParams(max_tokens=100_000, detokenize=False)
         answers = [engine.generate([1], long) for _ in range(5)]
         with pytest.raises(QueueFull) as full:
@@ -131,7 +120,7 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         assert full.value.retry_after_s >= 1
         for answer in answers:
             answer.abort()
-        await until(lambda: len(engine.answers) == 0)
+        await comes_true(lambda: len(engine.answers) == 0)
         engine.admit()
 
 
@@ -172,12 +161,12 @@ async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
 
 
 async def test_a_stopped_core_fails_the_health_check_and_comes_back(engine: AsyncEngine) -> None:
-    await until(lambda: engine.health().ready)  # once the messages that came between two tests are read
+    await comes_true(lambda: engine.health().ready)  # once the messages that came between two tests are read
     os.kill(pid_of(engine), signal.SIGSTOP)
-    await until(lambda: not engine.health().alive, SILENCE_S + 60)
+    await comes_true(lambda: not engine.health().alive, SILENCE_S + 60)
     assert "silent" in engine.health().reason
     os.kill(pid_of(engine), signal.SIGCONT)
-    await until(lambda: engine.health().alive)
+    await comes_true(lambda: engine.health().alive)
 
 
 @pytest.mark.slow
@@ -185,10 +174,10 @@ async def test_a_core_that_computes_is_kept_however_silent_it_is(engine: AsyncEn
     """As on a machine so busy that its heartbeats come late."""
     answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
     hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
-    await until(lambda: not engine.health().ready)
+    await comes_true(lambda: not engine.health().ready)
     assert engine.health().alive, engine.health().reason
     engine._receive = hearing  # type: ignore[method-assign]
-    await until(lambda: engine.health().ready)
+    await comes_true(lambda: engine.health().ready)
     answer.abort()
 
 

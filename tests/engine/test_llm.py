@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle_engine import oracle_llm
+from tests.support.programs import printed
 from tests.support.refusals import cases, table
 from tests.support.simulation import alone, submit
 
@@ -213,10 +213,7 @@ def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_runnin
 def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_step: object) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(llm._running().executor, "submit", fail)
+    monkeypatch.setattr(llm._running().executor, "submit", Mock(side_effect=MemoryError("no room")))
     with pytest.raises(MemoryError):
         llm.generate([[1]], GREEDY, use_tqdm=False)
     with pytest.raises(RuntimeError, match="shut down"):
@@ -250,21 +247,19 @@ def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str
 
 
 def test_threads_take_turns(llm: LLM) -> None:
-    def work(number: int) -> None:
+    def work(number: int) -> list[tuple[list[int], list[int], list[int]]]:
+        found = []
         for size in range(1, 6):
             prompts = [[number, each] for each in range(size)]
             for prompt, result in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-                found[number].append((prompt, result.prompt_token_ids, result.outputs[0].token_ids))
+                found.append((prompt, result.prompt_token_ids, result.outputs[0].token_ids))
             llm.embed(prompts, use_tqdm=False)
             llm.reset_prefix_cache()
+        return found
 
-    found: dict[int, list[tuple[list[int], list[int], list[int]]]] = {number: [] for number in range(4)}
-    threads = [threading.Thread(target=work, args=(number,)) for number in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for each in found.values():
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(work, range(4)))
+    for each in answers:
         assert len(each) == 15
         assert all(prompt == given and ids == alone(submit("a", prompt))[0] for prompt, given, ids in each)
 
@@ -290,20 +285,10 @@ def test_requests_that_fail_are_named_and_the_others_results_are_there(
 
 
 def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) -> None:
-    class Bar:
-        def __init__(self, **_options: Any) -> None:
-            pass
-
-        def update(self) -> None:
-            raise OSError("the screen is gone")
-
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:
-            pass
-
-        close = update
-
+    bar = Mock()
+    bar().update.side_effect = bar().close.side_effect = OSError("the screen is gone")
     with pytest.raises(OSError, match="the screen"):
-        llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=Bar)
+        llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=bar)
     metrics = llm.get_metrics()
     assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
@@ -360,5 +345,4 @@ def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) ->
 
 def test_importing_the_llm_does_not_import_jinja2_or_llguidance() -> None:
     code = "import sys; from penstock import LLM; print(*{'jinja2', 'llguidance'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert printed(code) == ""

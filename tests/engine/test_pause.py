@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -275,11 +276,8 @@ def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_
 
 
 def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise WeightsError("enable_lora: given")
-
     with oracle_llm(folder) as llm:
-        monkeypatch.setattr(OracleExecutor, "sleep", refuse)
+        monkeypatch.setattr(OracleExecutor, "sleep", Mock(side_effect=WeightsError("enable_lora: given")))
         with pytest.raises(WeightsError, match="enable_lora"):
             llm.sleep()
         assert not llm._running().pauses.is_paused

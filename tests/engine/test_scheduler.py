@@ -42,11 +42,8 @@ def test_a_full_prefix_hit_computes_the_last_token_alone_and_does_not_write_it_a
     world.submit(submit("a", prompt))
     world.run()
     world.submit(submit("b", prompt))
-    step = world.plan()
-    (row,) = step.rows
+    (row,) = world.run_step().rows
     assert (row.start, row.count, row.write_from, len(row.blocks)) == (7, 1, 8, 2)
-    world.executor.submit(step)
-    world.collect()
     world.run()
     assert world.outputs["b"][0].num_cached_tokens == 7
     assert world.tokens("a") == world.tokens("b")
@@ -103,8 +100,10 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
     assert len(world.tokens("b")) == 2
 
 
-def test_the_first_to_come_is_never_preempted_while_another_runs() -> None:
-    world = World(num_blocks=17, max_num_seqs=6)
+@pytest.mark.parametrize("host_slots", [0, 100])
+def test_the_first_to_come_is_never_preempted_while_another_runs(host_slots: int) -> None:
+    """Neither does saving to a tier take a block that a running request is about to need."""
+    world = World(num_blocks=17, max_num_seqs=6, host_slots=host_slots)
     for number in range(6):
         world.submit(submit(f"r{number}", [number] * 6, max_tokens=50))
     world.run()
@@ -151,12 +150,8 @@ def test_another_salt_or_adapter_never_shares_a_block() -> None:
     world = World(max_num_batched_tokens=64)
     prompt = list(range(20))
     for number, (salt, adapter) in enumerate([(None, None), ("", None), ("s", None), (None, "s"), ("s", "s")]):
-        world.submit(submit(f"r{number}", prompt, cache_salt=salt, adapter=adapter))
-        world.run()
-        assert world.outputs[f"r{number}"][0].num_cached_tokens == 0
-    world.submit(submit("again", prompt, cache_salt="s"))
-    world.run()
-    assert world.outputs["again"][0].num_cached_tokens == 19
+        assert world.cached(f"r{number}", prompt, cache_salt=salt, adapter=adapter) == 0
+    assert world.cached("again", prompt, cache_salt="s") == 19
 
 
 @pytest.mark.parametrize(("error", "is_refusal"), [(NOTHING_LEFT, True), ("the logits are not finite", False)])
@@ -193,10 +188,7 @@ def test_a_length_of_nothing_ends_where_the_prompt_does() -> None:
     world.submit(submit("scored", list(range(20)), max_tokens=0, sampling=sampling))
     world.run()
     world.submit(submit("warmed", list(range(20)), max_tokens=0))
-    step = world.plan()
-    assert rows(step) == [(0, 19, 1, False)], "the rest is cached"
-    world.executor.submit(step)
-    world.collect()
+    assert rows(world.run_step()) == [(0, 19, 1, False)], "the rest is cached"
     for name in ("scored", "warmed"):
         (output,) = world.outputs[name]
         assert output.tokens == [] and output.finish_reason == "length"
@@ -211,22 +203,14 @@ def test_the_prefix_cache_is_reset_only_when_idle() -> None:
     assert not world.scheduler.reset_prefix_cache()
     world.run()
     assert world.scheduler.reset_prefix_cache()
-    world.submit(submit("b", list(range(20))))
-    world.run()
-    assert world.outputs["b"][0].num_cached_tokens == 0
+    assert world.cached("b", list(range(20))) == 0
 
 
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(4, 40)
+@some_worlds(4, 40, thousands=2000)
 def test_random_worlds_keep_every_invariant_and_every_token(seeds: range) -> None:
     wanted = {"steps": 20_000, "preempted": 101, "aborted": 101, "hits": 1001, "finished": 1001}
     assert_reached((storm(seed, num_steps=500) for seed in seeds), wanted, len(seeds) / 40)
-
-
-@pytest.mark.slow
-def test_a_million_random_steps() -> None:
-    total = sum(storm(seed, num_steps=2_000)["steps"] for seed in range(1000, 1500))
-    assert total >= 1_000_000
 
 
 def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_sent() -> None:

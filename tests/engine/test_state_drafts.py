@@ -65,11 +65,14 @@ def test_drafts_end_where_a_checkpoint_is_due_and_it_is_found() -> None:
     assert found[0] == found[1] and {0, 12, 24, 36, 48} <= set(found[1])
 
 
+@pytest.mark.parametrize("groups", [(FULL,), GROUPS], ids=["blocks", "blocks and states"])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_an_abort_and_a_preemption_with_drafts_in_flight_leave_nothing(in_flight: int) -> None:
+def test_an_abort_and_a_preemption_with_drafts_in_flight_leave_nothing(
+    in_flight: int, groups: tuple[GroupInfo, ...]
+) -> None:
     for steps in range(1, 16):
         for is_aborted in (True, False):
-            world = World(max_in_flight=in_flight, drafts=NGRAM, groups=GROUPS)
+            world = World(max_in_flight=in_flight, drafts=NGRAM, groups=groups)
             message = submit("a", [7] * 5, max_tokens=40, sampling=EITHER)
             world.submit(message)
             for _ in range(steps):
@@ -90,7 +93,7 @@ def test_an_abort_and_a_preemption_with_drafts_in_flight_leave_nothing(in_flight
             while world.scheduler.in_flight:
                 world.collect()
             world.run()
-            assert world.tokens("a") == alone(message, groups=GROUPS)[0]
+            assert world.tokens("a") == alone(message, groups=groups)[0]
 
 
 def test_drafts_take_no_pages_that_a_waiting_prompt_could_have() -> None:

@@ -2,9 +2,6 @@
 
 import hashlib
 import itertools
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +15,7 @@ from penstock.eplb import balance, bound, plan
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.planner import copies
 from tests.support.loads import SHAPES, awkward, num_repeats, skewed
+from tests.support.programs import printed
 from tests.support.refusals import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,13 +139,7 @@ def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
     widest = [name for name in usable if "512" in name or name == "X86_V4"]
     digests = set()
     for disabled in {"", " ".join(widest), " ".join(usable)}:
-        environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": disabled}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        answer = subprocess.run(
-            [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert answer.returncode == 0, answer.stderr
-        digests.add(answer.stdout)
+        digests.add(printed(PROBE, NPY_DISABLE_CPU_FEATURES=disabled))
     assert len(digests) == 1
 
 

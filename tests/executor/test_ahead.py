@@ -1,10 +1,9 @@
 """Weights that are packed while torch is imported: the same bytes, and only where they are computed as codes."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.gguf_files import small_file
+from tests.support.programs import printed
 
 pytestmark = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
 
@@ -123,13 +123,10 @@ def test_nothing_is_packed_where_there_may_be_a_gpu(tmp_path: Path, monkeypatch:
 
 
 def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
     path = small_file(tmp_path / "model.gguf")
     file = open_gguf(path)
     monkeypatch.setattr(ahead, "open_gguf", lambda _: file)
-    monkeypatch.setattr(ahead, "allocate", full)
+    monkeypatch.setattr(ahead, "allocate", Mock(side_effect=OSError(12, "Cannot allocate memory")))
     with ahead.packing(ExecutorConfig(model=str(path))):
         pass
     assert file.packed == {}
@@ -150,6 +147,4 @@ print(executor.info.fingerprint.hex())
 def test_a_fresh_process_comes_to_the_same_model(tmp_path: Path) -> None:
     path = small_file(tmp_path / "model.gguf")
     here = UniprocExecutor(ExecutorConfig(model=str(path), kv_cache_bytes=1 << 20)).info.fingerprint.hex()
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(path)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert answer.stdout.split() == [here], answer.stderr
+    assert printed(IN_A_FRESH_PROCESS, path) == here

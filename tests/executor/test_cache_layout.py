@@ -13,6 +13,7 @@ from penstock.executor.models.spec import ConvSpec, DeltaSpec, MambaSpec
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 from penstock.executor.step.memory import allocate_kv, layer_pages, plan_kv
+from tests.support.refusals import cases
 
 FULL, SLIDING, WIDER, STATE = LayerCache(), LayerCache(64), LayerCache(128), LayerCache(units=5)
 
@@ -21,20 +22,10 @@ def every(period: int, num: int) -> list[LayerCache]:
     return [FULL if index % period == period - 1 else SLIDING for index in range(num)]
 
 
-@pytest.mark.parametrize(
-    ("layers", "longest", "depth", "groups"),
-    [
-        ([FULL] * 12, 1000, 12, [0]),
-        ([SLIDING] * 12, 1000, 12, [64]),
-        ([SLIDING, FULL] * 6, 64, 12, [0]),  # no request is longer than the window
-        ([SLIDING, FULL] * 6, 1000, 6, [0, 64]),
-        (every(6, 26), 1000, 4, [0, *[64] * 6]),  # Gemma 3 1B: 4 and 22 layers, two of them padded
-        (every(6, 62), 1000, 10, [0, *[64] * 6]),  # Gemma 3 27B
-        ([FULL] * 21 + [SLIDING] * 7, 1000, 7, [0, 0, 0, 64]),
-        ([FULL] * 31 + [SLIDING], 1000, 8, [0, 0, 0, 0, 64]),  # not 32 groups
-        ([FULL, SLIDING, WIDER] * 3, 1000, 3, [0, 64, 128]),
-    ],
-)
+LAYERS = {"FULL": FULL, "SLIDING": SLIDING, "WIDER": WIDER, "every": every}
+
+
+@pytest.mark.parametrize(("layers", "longest", "depth", "groups"), cases(__file__, "layers", **LAYERS))
 def test_layers_that_keep_the_same_share_pages(
     layers: list[LayerCache], longest: int, depth: int, groups: list[int]
 ) -> None:

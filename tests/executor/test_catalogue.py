@@ -1,8 +1,6 @@
 """`penstock models` says what is so: every family is in it, with what its small models have."""
 
 import json
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, registry
 from penstock.executor.models.spec import DecoderSpec
+from tests.support.programs import printed
 from tests.support.small_models import CASES, RECURRENT, config_of
 
 
@@ -77,7 +76,6 @@ def test_the_page_has_the_table_that_the_command_prints() -> None:
 
 def test_the_command_lists_them_without_torch() -> None:
     code = "import sys; from penstock.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    out = subprocess.run([sys.executable, "-c", code, "models", "--json"], capture_output=True, text=True, check=True)
-    rows = json.loads(out.stdout)
+    rows = json.loads(printed(code, "models", "--json"))
     assert [row["name"] for row in rows] == [family.name for family in catalogue.FAMILIES]
     assert rows[0]["architectures"] == ["DeepseekV2ForCausalLM"]

@@ -5,8 +5,6 @@ import copy
 import functools
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,6 +15,8 @@ from penstock import _csrc
 from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, ScoreExtras, cpu_ops
 from penstock.executor.protocol import ExecutorError
 from tests.support.paged import Cache, attend, latent_step, random, rotated_step
+from tests.support.programs import printed
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -245,18 +245,7 @@ def test_an_unknown_level_is_refused_by_name() -> None:
         cpu_ops.make_ops(torch.float32, 64, level="sse9")
 
 
-@pytest.mark.parametrize(
-    ("cpu", "instructions", "level"),
-    [
-        ("Nehalem", (), "portable"),
-        ("Zen 3", ("AVX2",), "avx2"),
-        ("Skylake-SP", ("AVX2", "AVX512"), "avx2"),
-        ("Cascade Lake and Ice Lake", ("AVX2", "AVX512", "VNNI"), "avx512"),
-        ("Zen 4", ("AVX2", "AVX512", "VNNI", "BF16"), "avx512_bf16"),
-        ("a CPU without VNNI", ("AVX2", "AVX512", "BF16"), "avx2"),
-        ("a machine that hides AVX2", ("AVX512", "VNNI", "BF16"), "portable"),
-    ],
-)
+@pytest.mark.parametrize(("cpu", "instructions", "level"), cases(__file__, "instructions of CPUs"))
 def test_the_dot_products_of_integers_and_of_bfloat16_are_chosen_apart(
     cpu: str, instructions: tuple[str, ...], level: str
 ) -> None:
@@ -278,7 +267,7 @@ before = len(os.listdir("/proc/self/task"))
 cpu_ops.make_ops(torch.float32, 64, 2).gate(x, "silu")
 print(cpu_ops._csrc.lib.penstock_cpu_has_team(), len(os.listdir("/proc/self/task")) - before)
 """
-    assert run_script(script) == "1 0"
+    assert printed(script) == "1 0"
 
 
 def test_without_torch_in_the_process_the_calling_thread_does_all_the_work() -> None:
@@ -290,11 +279,4 @@ address = int(ffi.cast("uintptr_t", x))
 lib.penstock_gate(cpu, [(address, address + 4096 * 4, int(ffi.cast("uintptr_t", y)), 8192, 8192, 64, 4096, 0)])
 print(lib.penstock_cpu_has_team(), {round(value, 4) for value in y})
 """
-    assert run_script(script) == "0 {0.7311}"
-
-
-def run_script(script: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert printed(script) == "0 {0.7311}"

@@ -1,7 +1,7 @@
 """Copies between a GPU's blocks and the host's: what waits for what, and for what nothing waits."""
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ class Rig:
 
     def step(
         self,
-        saves: tuple[tuple[int, int], ...] = (),
-        restores: tuple[tuple[int, int], ...] = (),
-        writes: tuple[int, ...] = (),
-        reads: tuple[int, ...] = (),
-        reported: tuple[int, ...] | None = None,
+        saves: Sequence[tuple[int, int]] = (),
+        restores: Sequence[tuple[int, int]] = (),
+        writes: Sequence[int] = (),
+        reads: Sequence[int] = (),
+        reported: Sequence[int] | None = None,
     ) -> None:
         """The copies and the rows of a step. reported: the writes that the copier learns of, if not all."""
         self.copier.begin_step(writes if reported is None else reported)
@@ -90,41 +90,17 @@ def test_a_block_that_is_being_saved_is_written_by_rows_when_it_is_over(gpu: Pre
         rig.step(writes=(1,), reported=())
 
 
-OVERWRITES: dict[str, list[Callable[[Rig], None]]] = {
-    "a block that is being saved, by a restore": [
-        lambda rig: rig.step(saves=((1, 1),)),
-        lambda rig: rig.step(restores=((2, 1),)),
-        lambda rig: rig.step(reads=(1,)),
-    ],
-    "a block that is being restored, by rows": [
-        lambda rig: rig.step(restores=((1, 1),)),
-        lambda rig: rig.step(writes=(1,)),
-    ],
-    "a slot that is being restored from, by a save": [
-        lambda rig: rig.step(restores=((1, 1),)),
-        lambda rig: rig.step(saves=((2, 1),)),
-    ],
-    "a slot that is being saved to, read by a restore": [
-        lambda rig: rig.step(saves=((1, 1),)),
-        lambda rig: rig.step(restores=((1, 2),)),
-    ],
+# The copies and the rows of steps, one step after the other.
+OVERWRITES: dict[str, list[dict[str, Any]]] = {
+    "a block that is being saved, by a restore": [{"saves": [(1, 1)]}, {"restores": [(2, 1)]}, {"reads": [1]}],
+    "a block that is being restored, by rows": [{"restores": [(1, 1)]}, {"writes": [1]}],
+    "a slot that is being restored from, by a save": [{"restores": [(1, 1)]}, {"saves": [(2, 1)]}],
+    "a slot that is being saved to, read by a restore": [{"saves": [(1, 1)]}, {"restores": [(1, 2)]}],
     "a slot that was saved to before a restore, by a save": [
-        lambda rig: rig.step(saves=((1, 1),)),
-        lambda rig: rig.step(restores=((1, 2),)),
-        lambda rig: rig.step(saves=((3, 1),)),
-        lambda rig: rig.step(restores=((1, 4),), writes=(2,)),
+        *({"saves": [(1, 1)]}, {"restores": [(1, 2)]}, {"saves": [(3, 1)]}, {"restores": [(1, 4)], "writes": [2]}),
     ],
     "a block that was handed out twice while it was saved": [
-        lambda rig: rig.step(saves=((1, 1),)),
-        lambda rig: rig.step(writes=(1,)),
-        lambda rig: rig.step(restores=((2, 1),)),
-        lambda rig: rig.step(saves=((1, 3),)),
-        lambda rig: rig.step(writes=(1,)),
-    ],
-    "a slot that is being restored from, by the host": [
-        lambda rig: rig.step(restores=((1, 1),)),
-        lambda rig: rig.copier.settle([1]),
-        lambda rig: rig.gpu.touch_array(rig.arena[1], is_write=True),
+        *({"saves": [(1, 1)]}, {"writes": [1]}, {"restores": [(2, 1)]}, {"saves": [(1, 3)]}, {"writes": [1]}),
     ],
 }
 
@@ -133,7 +109,13 @@ OVERWRITES: dict[str, list[Callable[[Rig], None]]] = {
 def test_what_a_copy_uses_is_another_s_only_when_it_is_over(what: str, rig: Rig) -> None:
     """Without any wait of the host's: the core may have heard the end of a step from another rank."""
     for step in OVERWRITES[what]:
-        step(rig)
+        rig.step(**step)
+
+
+def test_the_host_writes_a_slot_that_was_restored_from_when_that_is_over(rig: Rig) -> None:
+    rig.step(restores=[(1, 1)])
+    rig.copier.settle([1])
+    rig.gpu.touch_array(rig.arena[1], is_write=True)
 
 
 def test_a_store_waits_for_the_copies_of_its_slots_alone(gpu: PretendedGpu, rig: Rig) -> None:

@@ -1,8 +1,8 @@
 """What ranks compute together: digests of a checkpoint, whose fingerprint is that of one rank, and sums. Ranks are threads."""
 
 import socket
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,23 +33,19 @@ def on_ranks(world: int, run: Callable[[RankGroup], Any]) -> list[Any]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=world)
     host, port = listener.getsockname()
     fd = listener.detach()  # the first rank's store closes it
-    found: list[Any] = [None] * world
 
-    def be(rank: int) -> None:
+    def be(rank: int) -> Any:
         group = join(rank, world, Rendezvous(host, port, host, fd if rank == 0 else None), CPU)
         try:
-            found[rank] = run(group)
+            return run(group)
         except Exception as error:
-            found[rank] = error
-        group.gather_bytes(b"")  # no rank leaves while another one still receives
-        group.close()
+            return error
+        finally:
+            group.gather_bytes(b"")  # no rank leaves while another one still receives
+            group.close()
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(be, range(world)))
 
 
 def fingerprint(group: RankGroup, tensors: dict[str, torch.Tensor] = TENSORS) -> bytes:

@@ -15,9 +15,11 @@ from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
 from penstock.executor.protocol import Step, Transfers
 from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
-from tests.support.eight_bits import CASES, QUANTIZATION, dequantize, quantize
+from tests.support.eight_bits import QUANTIZATION, dequantize, quantize
 from tests.support.packed_models import WEIGHTS, folders
 from tests.support.paged import random
+from tests.support.refusals import cases
+from tests.support.small_models import BLOCKS as CASES
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins.experts import fused_experts
@@ -118,17 +120,7 @@ def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
         assert torch.equal(part.dequantize(CPU, torch.bfloat16), expected.bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("cuts", "keeps"),
-    [
-        ([(0, 512)], True),
-        ([(128, 144)], True),  # half a block at the end
-        ([(128, 136)], False),  # cuBLAS takes multiples of 16
-        ([(64, 128)], False),
-        ([(0, 256), (128, 128)], True),
-        ([(0, 192), (0, 128)], False),  # half a block within
-    ],
-)
+@pytest.mark.parametrize(("cuts", "keeps"), cases(__file__, "parts in eight bits"))
 def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]], keeps: bool) -> None:
     whole = Weight(BLOCKS, *quantize(random(512, 256, seed=5)))
     parts = [whole.narrow(0, *cut) for cut in cuts]

@@ -20,7 +20,7 @@ from tests.executor.test_updates import changed, named
 from tests.support.checkpoints import executor_of
 from tests.support.default_file import default_file
 from tests.support.driver import Driver
-from tests.support.refusals import hardest, hardest_rows
+from tests.support.refusals import hardest, hardest_rows, table
 from tests.support.small_models import folder
 
 RNG = random.Random(5)
@@ -233,16 +233,9 @@ def test_it_takes_other_weights_as_the_engine_does() -> None:
 
 def test_what_it_cannot_compute_is_refused_by_name() -> None:
     forward = open_forward(str(folder("llama")), max_model_len=20, **OPTIONS)
-    for wrong, message in (
-        ([], r"sequences\[1\]: of shape \(0,\); 1 to 20 \(max_model_len\) ids"),
-        ([1] * 21, r"sequences\[1\]: of shape \(21,\); 1 to 20"),
-        ([[1, 2]], r"sequences\[1\]: of shape \(1, 2\); 1 to 20"),
-        ([1, 160], r"sequences\[1\]: token ids are integers from 0 to 159"),
-        ([-1], r"sequences\[1\]: token ids are integers from 0 to 159"),
-        ([1.5], r"sequences\[1\]: token ids are integers from 0 to 159"),
-    ):
+    for wrong, message in table(__file__, "sequences"):
         with pytest.raises(ValueError, match=message):
-            forward([[1, 2], wrong])  # type: ignore[list-item]
+            forward([[1, 2], wrong])
     with pytest.raises(ExecutorError, match="tensor_parallel_size: 2 given; a function runs one rank"):
         open_forward(str(folder("llama")), tensor_parallel_size=2, **OPTIONS)
 

@@ -122,13 +122,7 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(ExecutorError, match="cannot be read"):
         GgufCheckpoint(path)
-    for content, message in [
-        (b"", "cannot be read"),
-        (b"PK\x03\x04" + bytes(60), "a GGUF file starts with b'GGUF'"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 0x1; 2 and 3"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 0x3000000; 2 and 3, little-endian"),
-        (b"GGUF\x03\0", "needs 4 bytes at 4"),
-    ]:
+    for content, message in table(__file__, "no gguf files", struct=struct):
         path.write_bytes(content)
         with pytest.raises(ExecutorError, match=message):
             GgufCheckpoint(path)

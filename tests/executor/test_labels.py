@@ -14,6 +14,7 @@ from penstock.executor.protocol import ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import executor_of
 from tests.support.driver import GREEDY, Driver
+from tests.support.refusals import table
 from tests.support.small_models import CASES, SIZES, randomize, reference
 
 PROMPTS = [[5, 9, 12, 80, 3], [7] * 40, [11, 3]]
@@ -72,13 +73,7 @@ def test_what_the_config_says_of_labels_is_read_or_refused_by_name(tmp_path: Pat
     classifier(tmp_path, "llama", id2label={0: "bad", 1: "good"}, problem_type="multi_label_classification")
     labels = executor_of(tmp_path).info.labels
     assert labels is not None and labels.names == ("bad", "good") and labels.activation == "sigmoid"
-    for overrides, complaint in (
-        ({"problem_type": "guess"}, "problem_type: 'guess' found"),
-        ({"id2label": {"1": "a", "2": "b"}}, "id2label"),
-        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "'score.weight' has shape"),
-        ({"classifier_from_token": ["yes"]}, "classifier_from_token"),
-        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
-    ):
+    for overrides, complaint in table(__file__, "labels"):
         with pytest.raises(ExecutorError, match=complaint):
             executor_of(tmp_path, hf_overrides=overrides)
     config = json.loads((tmp_path / "config.json").read_text())

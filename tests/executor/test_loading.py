@@ -1,10 +1,7 @@
 """Weights come from somewhere: what loads must be whole and expected, and what does not says what is wrong with it."""
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,8 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights
 from tests.support.driver import Driver
-from tests.support.refusals import table
+from tests.support.programs import printed
+from tests.support.refusals import cases, table
 from tests.support.small_models import reference
 
 
@@ -112,10 +110,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
         f"try: open_executor(ExecutorConfig(model={str(model)!r}))\n"
         "except ExecutorError as error: print(error)"
     )
-    command, paths = [sys.executable, "-O", "-c", code], os.pathsep.join(sys.path)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
-    assert "EvilLM" in out.stdout
+    assert "EvilLM" in printed(code, flags=["-O"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 100_000, "\xff"])
@@ -152,16 +147,7 @@ def test_the_tensors_say_their_dtype_where_config_json_has_none_or_float32(
     assert load(model).dtype == str(expected).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(
-    ("asked", "stored", "computed"),
-    [
-        ("auto", "float32", torch.bfloat16),
-        ("auto", "bfloat16", torch.bfloat16),
-        ("auto", "float16", torch.float16),
-        ("float32", "float32", torch.float32),
-        ("float32", "bfloat16", torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("asked", "stored", "computed"), cases(__file__, "dtypes on a GPU", torch=torch))
 def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
     asked: str, stored: str, computed: torch.dtype
 ) -> None:

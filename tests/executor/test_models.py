@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from penstock.engine.core.drafts import Drafter
 from penstock.engine.core.request import Request
 from penstock.executor.code_types import has_vectors
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import Step
 from penstock.executor.ranks import rank
 from tests.executor.test_inputs import on_device
 from tests.executor.test_runner import drafts_of
@@ -223,14 +223,8 @@ def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
     if ranks > 1:
         request.getfixturevalue("forked_ranks")
     with with_pool(case, num_spare, ranks) as executor:
-        steps: list[Step] = []
-        submit_step = executor.submit
-
-        def note(step: Step) -> None:
-            steps.append(step)
-            submit_step(step)
-
-        monkeypatch.setattr(executor, "submit", note)
+        submitted = Mock(side_effect=executor.submit)
+        monkeypatch.setattr(executor, "submit", submitted)
         simulation = Simulation(executor, limits)
         for number, prompt in enumerate([*given, *given]):  # the second time much of it is cached
             simulation.submit(submit(f"r{number}", prompt, COUNT))
@@ -249,5 +243,6 @@ def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
         cached = [simulation.outputs[f"r{number}"][0].num_cached_tokens or 0 for number in range(8, 24)]
         assert sum(cached) >= sum(map(len, given)), cached  # half of what has come for the second time
     if "known" in options:  # states go back behind a wrong draft, and rows compute what was right again
-        assert any(part.tokens and part.count == 1 + len(part.tokens) for step in steps for part in step.rows)
+        parts = [part for call in submitted.call_args_list for part in call.args[0].rows]
+        assert any(part.tokens and part.count == 1 + len(part.tokens) for part in parts)
         assert stats.accepted_tokens > 5

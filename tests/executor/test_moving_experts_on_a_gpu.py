@@ -6,6 +6,7 @@ One rank of two, on a made-up device; the other one, and the threads, are made u
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,10 +97,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
 
 def test_whatever_goes_wrong_in_the_thread_the_move_has_failed() -> None:
     """Else every step from then on would ask all ranks whether this one is there."""
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no memory for what arrives")
-
+    fail = Mock(side_effect=MemoryError("no memory for what arrives"))
     here = cast(rebalance.Rebalancer, SimpleNamespace(_stream=None, _run=fail))
     move = rebalance.Move(layer=0, copies=[(0, [1])])
     with pytest.raises(MemoryError):

@@ -20,6 +20,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import config_of, exit_codes, prompts, running
 from tests.support.driver import Driver, Trace
 from tests.support.programs import Program, all_gone
+from tests.support.refusals import table
 from tests.support.small_models import folder, greedy
 
 
@@ -80,15 +81,7 @@ def test_embeddings_are_those_of_one_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize(
-    ("case", "ranks", "said"),
-    [
-        ("llama", 3, "tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
-        ("opt", 3, "tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
-        ("llama", 257, "tensor_parallel_size: 257 given; at most 256"),
-        (Path("nowhere"), 2, "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("case", "ranks", "said"), table(__file__, "ranks", Path=Path))
 def test_what_ranks_cannot_run_is_refused_by_name_and_without_a_traceback(
     case: str | Path, ranks: int, said: str
 ) -> None:

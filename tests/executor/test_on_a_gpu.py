@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.gpu.shapes import MODELS, config_of
 
-from penstock.executor.kernels import KeyStore, Ops, ScoreExtras
+from penstock.executor.kernels import KeyStore, ScoreExtras
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
@@ -145,28 +145,27 @@ def shifted(store: KeyStore) -> KeyStore:
     return store._replace(rotation=store.rotation._replace(positions=positions + (positions > 99)))
 
 
-MISTAKES: dict[str, Callable[..., Ops]] = {
-    "attention sees too little": lambda ops: changed(
-        ops,
-        paged_attention=lambda q, pages, batch, scale, *_: ops.paged_attention(
-            q, pages, batch, scale, ScoreExtras(window=30)
-        ),
+# An operation, and what is in its place.
+MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "attention sees too little": (
+        "paged_attention",
+        lambda q, pages, batch, scale, *_: torch_ops.paged_attention(q, pages, batch, scale, ScoreExtras(window=30)),
     ),
-    "attention is a tenth too sharp": lambda ops: changed(
-        ops,
-        paged_attention=lambda q, pages, batch, scale, *more: ops.paged_attention(q, pages, batch, 1.1 * scale, *more),
+    "attention is a tenth too sharp": (
+        "paged_attention",
+        lambda q, pages, batch, scale, *more: torch_ops.paged_attention(q, pages, batch, 1.1 * scale, *more),
     ),
-    "positions are off by one": lambda ops: changed(
-        ops,
-        rope_and_store=lambda q, k, v, store: ops.rope_and_store(q, k, v, shifted(store)),
+    "positions are off by one": (
+        "rope_and_store",
+        lambda q, k, v, store: torch_ops.rope_and_store(q, k, v, shifted(store)),
     ),
-    "a norm forgets its weights": lambda ops: changed(
-        ops,
-        add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(x, residual, torch.ones_like(weight), eps),
+    "a norm forgets its weights": (
+        "add_rms_norm",
+        lambda x, residual, weight, eps: torch_ops.add_rms_norm(x, residual, torch.ones_like(weight), eps),
     ),
-    "sums are rounded to four bits more coarsely": lambda ops: changed(
-        ops,
-        gated_linear=lambda x, *more: ops.gated_linear(x, *more).to(torch.float8_e4m3fn).to(x.dtype),
+    "sums are rounded to four bits more coarsely": (
+        "gated_linear",
+        lambda x, *more: torch_ops.gated_linear(x, *more).to(torch.float8_e4m3fn).to(x.dtype),
     ),
 }
 
@@ -186,7 +185,8 @@ def test_a_gpu_that_computes_something_else_does_not_pass(
 ) -> None:
     """A CPU with plain operations, of which one is wrong, takes the GPU's place."""
     path, exact, near = known
-    compute_with(monkeypatch, MISTAKES[mistake](torch_ops))
+    name, wrong = MISTAKES[mistake]
+    compute_with(monkeypatch, changed(torch_ops, **{name: wrong}))
     got = answers(path, "cpu", "bfloat16")
     assert error(got, exact) > NEARNESS * error(near, exact)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
 from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
@@ -122,17 +122,12 @@ def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.Monkey
 
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
-    asked: list[bool] = []
-
-    def measure(*given: Any) -> GpuUse:
-        asked.append(given[-1] is not None)
-        return use()
-
+    measure = Mock(side_effect=lambda *_: use())
     monkeypatch.setattr(rank, "measure", measure)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
         UniprocExecutor(config)
-    assert asked == [True, False]
+    assert [asked.args[-1] is not None for asked in measure.call_args_list] == [True, False]
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +169,7 @@ def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
     with (
         pytest.raises(ExecutorError, match=r"does not suffice for a thing: lower it\. Tried to allocate 2.00 GiB"),
         naming_options("a thing", "lower it"),
@@ -198,15 +191,11 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
 def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the model's longest context: with a million positions and 256 slots that is a gigabyte."""
     pretend_a_gpu(monkeypatch, Recorder)
-    widths: list[int] = []
-
-    def note(config: ExecutorConfig, longest: int, *given: Any) -> DeviceInputs:
-        widths.append(longest)
-        return on_device(config, longest, *given)
-
-    monkeypatch.setattr(rank, "open_inputs", note)
+    open_inputs = Mock(side_effect=on_device)
+    monkeypatch.setattr(rank, "open_inputs", open_inputs)
     config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", kv_cache_bytes=2**15, block_size=4)
     info = UniprocExecutor(config).info
+    widths = [opened.args[1] for opened in open_inputs.call_args_list]
     assert widths == [info.max_model_len, info.max_model_len] and info.max_model_len < 256
 
 

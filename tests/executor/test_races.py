@@ -42,9 +42,8 @@ REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> UniprocExecutor:
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
-        monkeypatch.setattr(
-            "penstock.executor.ranks.rank.warm_up", lambda *_: None
-        )  # takes as long as a test, and nothing is in flight yet
+        # It takes as long as a test, and nothing is in flight yet.
+        monkeypatch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: None)
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(
         model=str(folder(CASE)),

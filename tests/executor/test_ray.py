@@ -21,6 +21,7 @@ import pytest
 
 from penstock.executor.ranks.wire import Beat
 from tests.support.programs import Program, all_gone
+from tests.support.refusals import table
 from tests.support.small_models import folder, greedy
 
 # Starting a cluster and importing torch and Ray in each actor takes most of a minute on two quiet cores: `.ci/run` runs
@@ -155,17 +156,7 @@ def late_way_to(address: str, delay_s: float) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize(
-    ("url", "token", "is_refused"),
-    [
-        ("127.0.0.1:8265", "", False),
-        ("http://[::1]:8265", "", False),
-        ("localhost:8265", "", False),
-        ("10.1.2.3:8265", "", True),
-        ("http://ray.example.org:8265", "", True),
-        ("10.1.2.3:8265", "token", False),
-    ],
-)
+@pytest.mark.parametrize(("url", "token", "is_refused"), table(__file__, "dashboards"))
 def test_a_dashboard_that_takes_jobs_from_the_network_is_refused(
     url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

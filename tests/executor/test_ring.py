@@ -4,19 +4,19 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from penstock.executor.ring.memory_segment import SPILL_KEEP_BYTES
 from penstock.executor.ring.queue import MAX_PARTS, MessageQueue, PeerDied, RingClosed
+from tests.support.programs import printed
 
 SLOT = 4096
 PATIENCE_S = 60.0  # long enough for a busy machine; nothing below waits for it to pass
@@ -52,6 +52,19 @@ def fork(job: Callable[..., None], *arguments: Any) -> int:
 
 def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def forked(job: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """Run a job in a child process that the block kills; yield its id, and what reads the bytes that it sends.
+
+    The job gets the arguments and the file descriptor to which it writes."""
+    read_end, write_end = os.pipe()
+    child = fork(job, *arguments, write_end)
+    yield child, lambda: os.read(read_end, 1000)
+    assert ended(child) == -signal.SIGKILL
+    os.close(read_end)
+    os.close(write_end)
 
 
 def in_thread(job: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
@@ -179,10 +192,7 @@ def test_more_memory_than_there_is_is_refused_before_it_is_used() -> None:
 
 
 def test_memory_that_the_kernel_refuses_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(MemoryError, match="No space left on device"):
         MessageQueue.create(1, slots=3, slot_bytes=SLOT)
 
@@ -226,10 +236,7 @@ def test_a_process_that_is_no_child_gets_it_pickled() -> None:
     )
     with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
         writer.send((b"hello",))
-        command = [sys.executable, "-c", script, pickle.dumps(writer.handle()).hex()]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout == "hello\n"
+        assert printed(script, pickle.dumps(writer.handle()).hex()) == "hello"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05])
@@ -252,21 +259,16 @@ def test_both_sides_give_up_when_their_time_is_over(timeout_s: float) -> None:
         assert [received(second, 0), received(second, 0)] == [[b"2"], [b"3"]]
 
 
-def test_closing_ends_a_writer_that_waits_for_room() -> None:
-    with ring(slots=1) as (writer, _):
-        writer.send((b"0",))
-        thread, raised = in_thread(lambda: writer.send((b"1",)))
-        in_sleep(writer, 1)
-        writer.close()
-        thread.join(PATIENCE_S)
-        assert [type(error) for error in raised] == [RingClosed]
-
-
-def test_closing_ends_a_reader_that_waits_for_a_message() -> None:
-    with ring() as (writer, reader):
-        thread, raised = in_thread(lambda: received(reader, None))
-        in_sleep(writer, 0)
-        reader.close()
+@pytest.mark.parametrize("side", ["writer", "reader"])
+def test_closing_an_end_that_waits_ends_its_wait(side: str) -> None:
+    """A writer waits for room, a reader for a message."""
+    with ring(slots=1) as (writer, reader):
+        end = writer if side == "writer" else reader
+        if end is writer:
+            writer.send((b"0",))
+        thread, raised = in_thread(lambda: writer.send((b"1",)) if end is writer else received(reader, None))
+        in_sleep(writer, 1 if end is writer else 0)
+        end.close()
         thread.join(PATIENCE_S)
         assert [type(error) for error in raised] == [RingClosed]
 
@@ -314,9 +316,7 @@ def _write_for_ever(write_end: int) -> None:
 
 def read_until_the_writer_is_killed(delay_s: float) -> int:
     """Checks every message that arrives; returns how many did."""
-    read_end, write_end = os.pipe()
-    child = fork(_write_for_ever, write_end)
-    with MessageQueue.attach(pickle.loads(os.read(read_end, 1000)), 0) as reader:
+    with forked(_write_for_ever) as (child, sent), MessageQueue.attach(pickle.loads(sent()), 0) as reader:
         killer = threading.Timer(delay_s, os.kill, (child, signal.SIGKILL))
         killer.start()
         number = 0
@@ -326,9 +326,6 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
                 assert int(found) == number and content == bytes([number % 256]) * ((number * 977) % 20_000)
                 number += 1
     killer.join()
-    assert ended(child) == -signal.SIGKILL
-    os.close(read_end)
-    os.close(write_end)
     return number
 
 
@@ -365,21 +362,20 @@ def _read_and_stall(handle: Any, write_end: int) -> None:
 
 
 def test_a_killed_reader_is_named_with_what_it_did() -> None:
-    read_end, write_end = os.pipe()
-    with MessageQueue.create(2, slots=2, slot_bytes=SLOT) as writer, MessageQueue.attach(writer.handle(), 0) as first:
-        child = fork(_read_and_stall, writer.handle(), write_end)
+    with (
+        MessageQueue.create(2, slots=2, slot_bytes=SLOT) as writer,
+        MessageQueue.attach(writer.handle(), 0) as first,
+        forked(_read_and_stall, writer.handle()) as (child, sent),
+    ):
         for number in range(2):
             writer.send((b"%d" % number,))
             received(first)
-        os.read(read_end, 1)
+        assert sent() == b"!"
         os.kill(child, signal.SIGKILL)
         with pytest.raises(PeerDied, match=rf"rank 1 \(process {child}\) has died; it was reading message 2 of"):
             while True:
                 writer.send((b"2",))
                 received(first)
-        assert ended(child) == -signal.SIGKILL
-    os.close(read_end)
-    os.close(write_end)
 
 
 def _write_and_stall(write_end: int) -> None:
@@ -390,13 +386,8 @@ def _write_and_stall(write_end: int) -> None:
 
 
 def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
-    read_end, write_end = os.pipe()
-    child = fork(_write_and_stall, write_end)
-    with MessageQueue.attach(pickle.loads(os.read(read_end, 1000)), 0) as reader:
+    with forked(_write_and_stall) as (child, sent), MessageQueue.attach(pickle.loads(sent()), 0) as reader:
         os.kill(child, signal.SIGKILL)
         assert received(reader) == [b"last words"]
         with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):
             received(reader)
-        assert ended(child) == -signal.SIGKILL
-    os.close(read_end)
-    os.close(write_end)

@@ -30,7 +30,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
-from tests.support.refusals import hardest_rows
+from tests.support.refusals import hardest_rows, table
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
 from tests.support.twins.lora import add_lora
@@ -92,24 +92,12 @@ def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, d
 
 
 # A tensor, the place in it (everywhere: None), the new value (None removes the tensor), and the refusal.
-WRONG: dict[str, tuple[str, Any, Any, str]] = {
-    "missing": (UP.format(1), None, None, rf"tensor '{UP.format(1)}' of shape \[96, 64\] is missing"),
-    "one more": (
-        UP.format(7),
-        None,
-        torch.ones(2, 2),
-        f"1 tensors that the architecture does not have: '{UP.format(7)}'",
-    ),
-    "shape": (NORM, None, torch.ones(65), rf"'{NORM}' has shape \[65\]; config.json calls for \[64\]"),
-    "dtype": (NORM, None, torch.ones(64).long(), f"'{NORM}' is stored as I64; one of BF16, F16, F32, F64 is expected"),
-    "NaN": (UP.format(2), (3, 4), torch.nan, f"'{UP.format(2)}' has numbers that are not finite"),
-    "infinite": (NORM, 5, -torch.inf, f"'{NORM}' has numbers that are not finite"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(what: str, tmp_path: Path) -> None:
-    name, place, value, message = WRONG[what]
+@pytest.mark.parametrize(
+    ("what", "name", "place", "value", "message"), table(__file__, "weights", torch=torch, UP=UP, NORM=NORM)
+)
+def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
+    what: str, name: str, place: Any, value: Any, message: str, tmp_path: Path
+) -> None:
     executor, tensors = executor_of(folder("llama")), changed(named("llama"))
     expected, info = said(executor), executor.info
     if value is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.page_browser import MARKS, Page, scripts
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 
 pytestmark = MARKS
 SCRIPTS = ("page.js", "charts.js", "markdown.js", "answer.js")
@@ -43,16 +43,7 @@ TAGS = {
     *("table", "tr", "th", "td", "a", "span", "button"),
 }
 ATTRIBUTES = {"class", "href", "title", "target", "rel", "type", "start", "scope", "tabindex", "role", "aria-label"}
-PATHOLOGICAL = [
-    *("*a " * 40_000, "**" * 40_000, "*a**b" * 20_000, "_" * 100_000, "`" * 100_000, "` `` ```" * 12_000),
-    *("[" * 100_000, "[a](" * 25_000, "[a](b" * 20_000, "![" * 50_000, "(" * 100_000, "[x](" + "(a" * 40_000),
-    *(">" * 100_000, "> " * 50_000, "- " * 50_000, "1. " * 33_000, "\n".join(" " * i + "- a" for i in range(400))),
-    *("#" * 100_000, "# " * 50_000, "-" * 100_000, "- - -a" * 16_000, "- " * 3 + "-" * 100_000 + "a", "|" * 100_000),
-    *("|a" * 20_000 + "|\n" + "|-" * 20_000 + "|\n" + "|\n" * 5_000, "|-" * 50_000 + "x", "a|b\n" * 25_000),
-    *("```" + "a" * 100_000 + "`", "```\n" * 25_000, "~" * 100_000, " " * 100_000 + "x", ("#" + " " * 500) * 200 + "x"),
-    *("https://" + "." * 100_000 + "a(", "https://a" + ")" * 100_000, "\\" * 100_000, "\n" * 100_000, "a\n" * 50_000),
-    *("` " + "a" * 100_000 + "`", "# a" + " #" * 40_000 + "x", '[x](a "' * 15_000, "x" * 1_000_000, "- a\n" * 20_000),
-]
+HUGE = cases(__file__, "huge texts")
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +95,9 @@ def test_random_text_loses_no_word_and_is_the_same_streamed_and_whole(page: Page
         assert re.findall(WORD, found["said"].replace("Copy", "")) == re.findall(WORD, text), json.dumps(text)
 
 
-@pytest.mark.parametrize("number", range(len(PATHOLOGICAL)))
+@pytest.mark.parametrize("number", range(len(HUGE)))
 def test_huge_text_is_shown_without_a_halt(page: Page, number: int) -> None:
-    text = PATHOLOGICAL[number]
+    text = HUGE[number]
     shown = page.evaluate(
         "(text) => { const box = make('div'); new Markdown(box).show(text); return box.textContent.length; }", text
     )

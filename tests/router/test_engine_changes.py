@@ -1,7 +1,6 @@
 """What the router learns of a replica that changes while it is up: adapters come and go, weights are others."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.cache.keys import block_keys, namespace_root
@@ -12,13 +11,7 @@ from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.router_fleet import probed
-from tests.support.running_server import MODEL, running
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.support.running_server import MODEL, comes_true, running
 
 
 def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apart(tmp_path: Path) -> None:
@@ -30,7 +23,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 assert group.adapters == {}
                 placement = group.placement
                 await asyncio.to_thread(load, server, "sql", content_folder(tmp_path, "a"))
-                await until(lambda: bool(group.adapters))
+                await comes_true(lambda: bool(group.adapters))
                 listed = (await asyncio.to_thread(server.http.get, "/v1/models/sql")).json()
                 assert group.adapters == {"sql": listed["adapter"]} and fleet.group_of("sql") is group
                 assert group.placement is placement, "what is known of its cache stays"
@@ -46,7 +39,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                     assert match.keys.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
                 texts.close()
                 await asyncio.to_thread(server.post, UNLOAD, {"lora_name": "sql"})
-                await until(lambda: "sql" not in replica.models)
+                await comes_true(lambda: "sql" not in replica.models)
                 assert group.adapters == {}
 
         asyncio.run(run())
@@ -59,13 +52,13 @@ def test_a_replica_with_other_weights_is_introduced_anew_and_a_paused_one_gets_n
             async with probed(server.url) as (fleet, replica):
                 before = replica.info.fingerprint
                 updated = await asyncio.to_thread(update, server, content_folder(tmp_path, "a"))
-                await until(lambda: replica.info.fingerprint != before)
+                await comes_true(lambda: replica.info.fingerprint != before)
                 assert replica.info.fingerprint.hex() == updated.json()["fingerprint"]
                 (space,) = fleet.group_of(MODEL).placement._spaces
                 assert space.root(None, None) == namespace_root(model=replica.info.fingerprint)
                 await asyncio.to_thread(server.http.post, "/pause?mode=keep")
-                await until(lambda: not replica.is_up)
+                await comes_true(lambda: not replica.is_up)
                 await asyncio.to_thread(server.http.post, "/resume")
-                await until(lambda: replica.is_up)
+                await comes_true(lambda: replica.is_up)
 
         asyncio.run(run())

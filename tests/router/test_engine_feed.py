@@ -92,23 +92,19 @@ def test_after_a_gap_that_cannot_be_filled_nothing_is_believed_that_may_have_bee
 
 
 @pytest.mark.parametrize("has_replay", [True, False])
-def test_when_the_numbers_of_batches_start_again_nothing_older_is_believed(has_replay: bool) -> None:
+@pytest.mark.parametrize("is_restarted", [True, False], ids=["a new engine", "numbers from zero"])
+def test_when_the_numbers_of_batches_start_again_nothing_older_is_believed(
+    has_replay: bool, is_restarted: bool
+) -> None:
     with followed(has_replay) as (_, engine, know):
         engine.publisher.publish(stored(IDS[:64]))
         engine.publisher.publish(stored([9] * 16))
         know(5)
-        engine.publisher.count_from_zero()
-        engine.publisher.publish(stored(IDS[:32]))
-        know(2)
-
-
-@pytest.mark.parametrize("has_replay", [True, False])
-def test_an_engine_that_starts_again_has_nothing_cached(has_replay: bool) -> None:
-    with followed(has_replay) as (_, engine, know):
-        engine.publisher.publish(stored(IDS[:64]))
-        know(4)
-        engine.restart()
-        know(0)
+        if is_restarted:
+            engine.restart()
+            know(0)
+        else:
+            engine.publisher.count_from_zero()
         engine.publisher.publish(stored(IDS[:32]))
         know(2)
 

@@ -40,7 +40,10 @@ def sick(seen: Seen, sock: socket.socket) -> bytes:
     return whole(b"{}", b"500 Internal Server Error")
 
 
-async def _load(url: str, count: int, concurrency: int, during: Callable[[], object]) -> list[tuple[int, str]]:
+def load(
+    url: str, count: int, concurrency: int = 24, during: Callable[[], object] = lambda: None
+) -> list[tuple[int, str]]:
+    """Send `count` requests, call `during` when a third are done; return the status and end of each answer."""
     gate, results = asyncio.Semaphore(concurrency), []
 
     async def one(client: httpx.AsyncClient, index: int) -> None:
@@ -51,16 +54,12 @@ async def _load(url: str, count: int, concurrency: int, during: Callable[[], obj
             if len(results) == count // 3:
                 await asyncio.to_thread(during)
 
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(one(client, index) for index in range(count)))
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            await asyncio.gather(*(one(client, index) for index in range(count)))
+
+    asyncio.run(all_of_them())
     return results
-
-
-def load(
-    url: str, count: int, concurrency: int = 24, during: Callable[[], object] = lambda: None
-) -> list[tuple[int, str]]:
-    """Send `count` requests, call `during` when a third are done; return the status and end of each answer."""
-    return asyncio.run(_load(url, count, concurrency, during))
 
 
 def without_retries(router: RunningRouter) -> None:

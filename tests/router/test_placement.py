@@ -100,9 +100,8 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
     assert 0.02 < delay[0] < 0.035
     assert placement.view()["r0"]["delay_per_answer_s"] == round(delay[0], 6)
 
-    half_cached = ids(
-        1
-    )  # 100 of 200 tokens there, and an answer: 0.1 s of prefill are more than 25 ms, 0.01 s are less
+    # 100 of 200 tokens there, and an answer: 0.1 s of prefill are more than 25 ms, 0.01 s are less
+    half_cached = ids(1)
     live(placement, "r0", half_cached[:400])
     live(placement, "r1")
     assert placement.choose(None, num_tokens=1, exclude=frozenset({"r1"}))

@@ -5,6 +5,7 @@ import errno
 import random
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,10 +123,7 @@ def test_only_a_process_that_takes_no_connection_or_leaves_it_without_a_byte_has
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-3, "no answer")])
 def test_what_fails_here_says_nothing_of_a_replica(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", fail)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", Mock(side_effect=error))
     assert not died("http://127.0.0.1:1")
 
 

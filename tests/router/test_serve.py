@@ -1,6 +1,9 @@
 """`penstock route` as its user runs it: real processes, real signals."""
 
+import contextlib
 import signal
+import socket
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -9,9 +12,9 @@ from penstock.cli import main
 from penstock.router.backend import canonical_url
 from penstock.router.config import RouterConfig, resolve
 from tests.support.programs import Command
-from tests.support.raw_http import connect, post, read_all, status
+from tests.support.raw_http import clients, post, read_all, status
 from tests.support.refusals import table
-from tests.support.router_fleet import mock_replicas, until
+from tests.support.router_fleet import MockReplica, mock_replicas, until
 
 
 def is_ready(url: str) -> bool:
@@ -21,40 +24,38 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
+@contextlib.contextmanager
+def draining(num_tokens: int) -> Iterator[tuple[Command, socket.socket, socket.socket, MockReplica]]:
+    """A router that got a first signal while it streams an answer, the client of that answer, and an idle one."""
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
         Command("route", "--backend", replica.url, "--port", "0") as router,
     ):
         url = router.url()
         until(lambda: is_ready(url))
-        port = int(url.rpartition(":")[2])
-        body = b'{"prompt":"abc","max_tokens":40,"stream":true,"ignore_eos":true}'
-        with connect(port) as sock, connect(port) as other:
-            sock.sendall(post(body))
-            assert b"data: " in sock.recv(65536)
+        with clients(int(url.rpartition(":")[2]), asked(num_tokens), b"") as (busy, idle):
+            assert b"data: " in busy.recv(65536)
             router.process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(url + "/ready").status_code == 503)
-            other.sendall(post(body))
-            assert status(other.recv(4096)) == 503
-            assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            yield router, busy, idle, replica
+
+
+def asked(num_tokens: int) -> bytes:
+    return post(b'{"prompt":"abc","max_tokens":%d,"stream":true,"ignore_eos":true}' % num_tokens)
+
+
+def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
+    with draining(40) as (router, busy, idle, _):
+        idle.sendall(asked(40))
+        assert status(idle.recv(4096)) == 503
+        assert read_all(busy).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert router.process.wait(60) == 0
 
 
 def test_the_second_signal_ends_it_at_once() -> None:
-    with (
-        mock_replicas(1, inter_token_s=0.02) as (replica,),
-        Command("route", "--backend", replica.url, "--port", "0") as router,
-    ):
-        url = router.url()
-        until(lambda: is_ready(url))
-        with connect(int(url.rpartition(":")[2])) as sock:
-            sock.sendall(post(b'{"prompt":"abc","max_tokens":9000,"stream":true,"ignore_eos":true}'))
-            assert b"data: " in sock.recv(65536)
-            router.process.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(url + "/ready").status_code == 503)
-            router.process.send_signal(signal.SIGTERM)
-            assert router.process.wait(60) == 0
+    with draining(9000) as (router, _, _, replica):
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(60) == 0
         until(lambda: replica.metric("vllm:num_requests_running") == 0)
 
 

@@ -15,11 +15,6 @@ from tests.support.router_stub import Seen, hang_up, ok, stub, whole
 from tests.support.running_server import until
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # replicas take it, too
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with collecting() as found:

@@ -16,6 +16,7 @@ from tests.support.small_models import greedy, reference
 PREFIX = "base_model.model."
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+PEFT_CONFIG = json.loads(Path(__file__).with_name("adapter_config.json").read_text())  # as PEFT writes it
 Factors = dict[str, tuple[Tensor, Tensor]]  # module → A, B
 
 
@@ -47,25 +48,8 @@ def check_shared_steps(executor: Any, case: str, adapters: Sequence[Any], prompt
 
 def write(path: Path, factors: Factors, rank: int, alpha: float, **config: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    said = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "small",
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.1,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": sorted({name.rpartition(".")[2] for name in factors}),
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
-        "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "megatron_core": "megatron.core",
-        "peft_version": "0.18.0",
-    }
+    said = PEFT_CONFIG | {"r": rank, "lora_alpha": alpha}
+    said["target_modules"] = sorted({name.rpartition(".")[2] for name in factors})
     (path / "adapter_config.json").write_text(json.dumps(said | config))
     pairs = {f"{PREFIX}{name}": pair for name, pair in factors.items()}
     tensors = {f"{name}.lora_A.weight": down.contiguous() for name, (down, _) in pairs.items()}

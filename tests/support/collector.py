@@ -1,10 +1,12 @@
 """A stand-in for a collector of OpenTelemetry spans: OTLP over HTTP. It keeps what it takes, and can refuse or hang."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+from unittest import mock
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -112,11 +114,13 @@ def traced(collector: Collector) -> Telemetry:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
+    """Serve a collector; processes that start meanwhile export their spans at once."""
     collector = Collector()
     thread = threading.Thread(target=collector.server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield collector
+        with mock.patch.dict(os.environ, OTEL_BSP_SCHEDULE_DELAY="20"):
+            yield collector
     finally:
         collector.may_answer.set()
         collector.server.shutdown()

@@ -11,21 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import eight_bits
-from tests.support.small_models import EXPERTS, SIZES, random_model
+from tests.support import eight_bits, small_models
+from tests.support.small_models import random_model
 
 Tensor = torch.Tensor
 WEIGHTS = "model.safetensors"
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the outputs in a word
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2Config", {**SIZES, **WIDE}),
-    "qwen3-moe": (
-        "Qwen3MoeConfig",
-        {**SIZES, **WIDE, **EXPERTS, "moe_intermediate_size": 128, "norm_topk_prob": True},
-    ),
-    **eight_bits.CASES,
-}
 
 
 class Case(NamedTuple):
@@ -63,7 +54,7 @@ CASES = {
     "floats-experts": Case("floats", bits=8, group=-1, scales=torch.float32, model="qwen3-moe"),
 }
 
-BLOCKS = {name: Case("blocks", model=name) for name in eight_bits.CASES}
+BLOCKS = {name: Case("blocks", model=name) for name in small_models.BLOCKS}
 
 
 class Made(NamedTuple):
@@ -190,7 +181,7 @@ def folders(name: str) -> tuple[Path, Path]:
     """Return the folders of the model as codes, and as the numbers that they stand for."""
     case, root = (CASES | BLOCKS)[name], Path(_root().name) / name
     narrow, full = root / "narrow", root / "full"
-    random_model(*MODELS[case.model]).save_pretrained(narrow)
+    random_model(*(small_models.CODED | small_models.BLOCKS)[case.model]).save_pretrained(narrow)
     tensors = load_file(narrow / WEIGHTS)
     numbers = dict(tensors)
     seeds: dict[str, int] = {}

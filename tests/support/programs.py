@@ -17,6 +17,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
+def printed(code: str, *arguments: object, flags: Sequence[str] = (), **environment: str) -> str:
+    """Run Python code in a fresh process, which finds the modules that this one finds; return what it prints."""
+    command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 class Program:
     """What `python ARGUMENTS…` has to say: lines of text, or of JSON."""
 

@@ -1,23 +1,13 @@
-"""Raw requests to a router, byte by byte."""
+"""Raw requests to a server or a router, byte by byte."""
 
 import contextlib
 import random
 import socket
 from collections.abc import Iterator, Sequence
 
-from tests.support import running_server as running
-from tests.support.running_server import read_all
+from tests.support.running_server import connect, read_all
 
 __all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "status"]
-
-
-def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
-    sock = socket.socket()
-    if receive_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(60)
-    sock.connect(("127.0.0.1", port))
-    return sock
 
 
 @contextlib.contextmanager
@@ -33,7 +23,9 @@ def clients(port: int, *requests: bytes) -> Iterator[list[socket.socket]]:
 def exchange(port: int, request: bytes) -> bytes:
     """Everything the router says until it closes; sending stops where it does not listen any more."""
     with connect(port) as sock:
-        return running.exchange(sock, request)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(request)
+        return read_all(sock)
 
 
 def status(answer: bytes) -> int:

@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TextIO
 
 import httpx
-import uvloop
 
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.sockets import bind_sockets
@@ -26,6 +24,7 @@ from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.fork_server import fork_server
 from tests.support.router_stub import Answer, Stub, stub
+from tests.support.running_server import call_in, in_thread
 from tests.support.running_server import until as until  # for the tests of the router
 
 ADMIN = "sk-admin"
@@ -82,11 +81,7 @@ class RunningRouter:
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the router's thread."""
-
-        async def run() -> Any:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+        return call_in(self.loop, work)
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields})
@@ -143,36 +138,20 @@ def running_router(
         {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
     )
     texts = PromptReader(byte_tokenizer(), line_template()) if tokenizes else PromptReader()
-    started: list[RunningRouter] = []
-    is_up, stop = threading.Event(), asyncio.Event()
 
-    async def serve() -> None:
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[RunningRouter]:
         router = RouterProcess(config, texts)
         sockets = bind_sockets(config.host, 0)
         await router.start(sockets)
-        started.append(RunningRouter(asyncio.get_running_loop(), router, sockets[0].getsockname()[1]))
-        is_up.set()
-        await stop.wait()
+        yield RunningRouter(asyncio.get_running_loop(), router, sockets[0].getsockname()[1])
         router.app.check()
         await router.close()
 
-    def main() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve())
-
-    thread = threading.Thread(target=main)
-    thread.start()
-    assert is_up.wait(60)
-    running = started[0]
-    try:
+    with in_thread(serve()) as running, contextlib.closing(running.http):
         expected = len(backends) if wait_for is None else wait_for
         until(lambda: running.states().count("up") >= expected)
         yield running
-    finally:
-        running.http.close()
-        running.loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @contextlib.contextmanager

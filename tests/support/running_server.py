@@ -6,11 +6,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
+import pytest
 import uvloop
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
@@ -28,6 +29,7 @@ from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 MODEL = "tiny"
+Served = TypeVar("Served")
 
 
 class Running:
@@ -60,19 +62,10 @@ class Running:
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the server's thread."""
-
-        async def run() -> Any:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+        return call_in(self.loop, work)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        sock = socket.socket()
-        if receive_buffer is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.settimeout(60)
-        sock.connect(("127.0.0.1", self.port))
-        return sock
+        return connect(self.port, receive_buffer)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -104,18 +97,44 @@ def running(
     engine = engine or FakeEngine(tokenizer=tokenizer)
     limits = Limits(**{name: settings.pop(name) for name in Limits.__dataclass_fields__ if name in settings})
     config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), "limits": limits, **settings}), {})
-    started: list[Running] = []
-    is_up, stop = threading.Event(), asyncio.Event()
 
-    async def serve() -> None:
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[Running]:
         if isinstance(engine, AsyncEngine):
             await engine.start()
         app = ServerApp(Service(cast(AsyncEngine, engine), tokenizer, template or line_template(), config))
         async with Listener(app, bind_sockets(config.host, 0), config.limits, app.service.metrics.refused) as listener:
-            started.append(Running(asyncio.get_running_loop(), engine, app, listener))
+            yield Running(asyncio.get_running_loop(), engine, app, listener)
+        await engine.close()
+
+    with in_thread(serve()) as started, contextlib.closing(started.http):
+        yield started
+
+
+def started(engine: Callable[[], AsyncEngine] | None = None, scope: Any = "module", **settings: Any) -> Any:
+    """Return a fixture: a server with these settings, over an engine that is made for it."""
+
+    @pytest.fixture(scope=scope)
+    def server() -> Iterator[Running]:
+        with running(engine and engine(), **settings) as made:
+            yield made
+
+    return server
+
+
+@contextlib.contextmanager
+def in_thread(server: contextlib.AbstractAsyncContextManager[Served]) -> Iterator[Served]:
+    """Yield what `server` yields, which runs in a thread with an event loop of its own."""
+    started: list[Served] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    is_up, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with server as served:
+            started.append(served)
+            loops.append(asyncio.get_running_loop())
             is_up.set()
             await stop.wait()
-        await engine.close()
 
     def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -127,10 +146,27 @@ def running(
     try:
         yield started[0]
     finally:
-        started[0].http.close()
-        started[0].loop.call_soon_threadsafe(stop.set)
+        loops[0].call_soon_threadsafe(stop.set)
         thread.join(60)
         assert not thread.is_alive()
+
+
+def call_in(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> Any:
+    """Run `work` in the thread of an event loop."""
+
+    async def run() -> Any:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), loop).result(60)
+
+
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(60)
+    sock.connect(("127.0.0.1", port))
+    return sock
 
 
 def engine_of(folder: Path, tokenizer: Tokenizer | None = None, **executor: Any) -> AsyncEngine:
@@ -144,6 +180,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "the condition never came true"
         time.sleep(0.005)
+
+
+async def comes_true(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -160,13 +202,6 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
         found.append(json.loads(data))
         assert name == (f"event: {found[-1]['type']}\n" if has_names else "")
     return found
-
-
-def exchange(sock: socket.socket, request: bytes) -> bytes:
-    """Send raw bytes and read until the server closes."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        sock.sendall(request)
-    return read_all(sock)
 
 
 def read_all(sock: socket.socket) -> bytes:

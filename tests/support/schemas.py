@@ -4,21 +4,8 @@ import random
 from typing import Any
 
 NAMES = [
-    "id",
-    "name",
-    "city",
-    "tags",
-    "price",
-    "score",
-    "is_open",
-    "notes",
-    "parent",
-    "created",
-    "address",
-    "lines",
-    "unit",
-    "status",
-    "größe",
+    *("id", "name", "city", "tags", "price", "score", "is_open", "notes", "parent", "created", "address", "lines"),
+    *("unit", "status", "größe"),
 ]
 WORDS = ["red", "green", "blue", "a b", "", 'say "hi"', "é", "C:\\", "<|im_end|>", "0", "null"]
 PATTERNS = ["^[A-Z]{2}-[0-9]{3}$", "^(yes|no)$", "^[a-f0-9]{8}$", "^[^\\s]{1,6}$"]

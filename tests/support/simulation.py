@@ -289,18 +289,20 @@ def storm(
     return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts)
 
 
-def some_worlds(num_fast: int, num_all: int) -> pytest.MarkDecorator:
-    """Run a test over the first random worlds, and over all of them in the slow suite."""
+def some_worlds(num_fast: int, num_all: int, thousands: int = 0) -> pytest.MarkDecorator:
+    """Run a test over the first random worlds, and over all of them in the slow suite; over thousands by that name."""
     worlds = [range(num_fast), pytest.param(range(num_all), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("seeds", worlds, ids=["some", "all"])
+    if thousands:
+        marks = pytest.mark.slow, pytest.mark.timeout(7200)
+        worlds.append(pytest.param(range(10_000, 10_000 + thousands), marks=marks))
+    return pytest.mark.parametrize("seeds", worlds, ids=["some", "all", "thousands"][: len(worlds)])
 
 
 def assert_reached(runs: Iterable[Mapping[str, int]], wanted: Mapping[str, int], share: float = 1.0) -> None:
     """Check that random worlds did together what they are meant to test, each event that often.
 
     A share of them must do half of their share, because seldom events fall unevenly."""
-    if share < 1:
-        share /= 2
+    share = share / 2 if share < 1 else 1.0
     total: Counter[str] = Counter()
     for run in runs:
         total.update(run)

@@ -11,7 +11,7 @@ import torch
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 PARTS: dict[str, dict[str, Any]] = _DATA["parts"]  # fields that several models have
-SIZES, EXPERTS, DEEPSEEK_SIZES = PARTS["SIZES"], PARTS["EXPERTS"], PARTS["DEEPSEEK_SIZES"]
+SIZES, EXPERTS = PARTS["SIZES"], PARTS["EXPERTS"]
 
 
 def _configs(section: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -25,6 +25,9 @@ def _configs(section: str) -> dict[str, tuple[str, dict[str, Any]]]:
 # "llama-wide" is wide enough for a kernel to be tempted to sum a single row in another order than many: oneDNN is, above 1024.
 CASES = _configs("models")
 RECURRENT = _configs("recurrent")  # models with recurrent layers
+CODED = _configs("coded")  # models that are stored as codes
+# Models in eight bits with a scale for each block. A rank of two has 64 rows of keys and 192 of a gate: half blocks.
+BLOCKS = _configs("blocks")
 
 
 @cache

@@ -79,15 +79,18 @@ async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_mor
         assert len(endpoint.asked) == 3
 
 
-async def test_a_fresh_connection_that_ends_without_an_answer_is_an_error() -> None:
-    async with Endpoint(saying(b"", close=True)) as endpoint:
-        with pytest.raises(ConnectionError, match="closed without an answer"):
-            await complete(endpoint)
-
-
-async def test_a_connection_that_ends_in_the_middle_is_an_error() -> None:
-    async with Endpoint(saying(completion(3)[:200], close=True)) as endpoint:
-        with pytest.raises(ConnectionError, match="in the middle of the answer"):
+@pytest.mark.parametrize(
+    ("said", "closes", "message"),
+    [
+        (b"", True, "closed without an answer"),
+        (completion(3)[:200], True, "in the middle of the answer"),
+        (b"220 smtp ready\r\n", False, "not HTTP"),
+    ],
+    ids=["nothing", "half", "another protocol"],
+)
+async def test_what_is_no_whole_answer_of_http_is_an_error(said: bytes, closes: bool, message: str) -> None:
+    async with Endpoint(saying(said, closes)) as endpoint:
+        with pytest.raises(ConnectionError, match=message):
             await complete(endpoint)
 
 
@@ -101,12 +104,6 @@ async def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection
         for _ in range(2):
             assert await endpoint.client.fetch("GET", "/x") == (200, b"ok")
         assert endpoint.num_connections == 2
-
-
-async def test_what_is_not_http_is_an_error() -> None:
-    async with Endpoint(saying(b"220 smtp ready\r\n")) as endpoint:
-        with pytest.raises(ConnectionError, match="not HTTP"):
-            await endpoint.client.fetch("GET", "/x")
 
 
 async def test_an_error_status_is_handed_on_with_its_body() -> None:

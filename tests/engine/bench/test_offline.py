@@ -108,7 +108,7 @@ def test_a_count_out_of_range_is_named(
     assert not counting.made, "nothing was loaded for it"
 
 
-@pytest.mark.parametrize("name", ["throughput", "latency", "startup"])
+@pytest.mark.parametrize("name", ["serve", "throughput", "latency", "startup"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,10 +221,3 @@ def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
 def test_a_number_out_of_range_is_named_before_a_server_is_asked(options: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         asyncio.run(serving.measure(parse("--base-url", "http://127.0.0.1:1", *options)))
-
-
-def test_a_result_that_cannot_be_written_is_refused_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path, tmp_path / "none" / "x.json"):
-        with pytest.raises(SystemExit):
-            parse("--output-json", str(path))
-        assert f"argument --output-json: {path} cannot be written" in capsys.readouterr().err

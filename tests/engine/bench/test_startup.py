@@ -2,17 +2,18 @@
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
 from penstock.engine.commands import bench
 from penstock.engine.commands.bench import startup
 from penstock.engine.config import ConfigError
+from tests.support.programs import all_gone
 from tests.support.refusals import hardest
 from tests.support.running_server import until
 
@@ -42,19 +43,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
 def test_the_first_token_is_waited_for_and_nothing_is_left_running(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [sys.executable, "-c", SERVER, "{port}", str(pids)]
     assert startup.first_token_s(command, prompt="Hi", timeout_s=30) >= 0.3
-    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+    assert all_gone([*map(int, pids.read_text().split())])
 
 
 def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
@@ -78,19 +71,13 @@ def run(*words: str) -> int:
 def test_the_report_and_its_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts = iter([9.0, 2.0, 4.0])
-    commands: list[list[str]] = []
-
-    def first_token_s(command: list[str]) -> float:
-        commands.append(command)
-        return next(starts)
-
+    first_token_s = Mock(side_effect=[9.0, 2.0, 4.0])
     monkeypatch.setattr(startup, "first_token_s", first_token_s)
     path = tmp_path / "out.json"
     assert run("--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)) == 0
     assert json.loads(path.read_text()) == {"avg_warm_startup_time": 3.0, "warm_startup_times": [2.0, 4.0]}
     assert capsys.readouterr().out == "Avg startup time: 3.00 seconds\n"
-    assert commands == [["x", "{port}"]] * 3
+    assert first_token_s.call_args_list == [call(["x", "{port}"])] * 3
 
 
 @pytest.mark.parametrize("number", hardest([signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], signal.SIGHUP))
@@ -105,7 +92,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
         until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
         command_line.send_signal(number)
         assert command_line.wait(60) == 130
-    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+    assert all_gone([*map(int, pids.read_text().split())])
 
 
 def test_a_command_that_cannot_be_started_is_named(capsys: pytest.CaptureFixture[str]) -> None:

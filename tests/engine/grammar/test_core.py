@@ -4,6 +4,7 @@ import random
 import re
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -110,14 +111,19 @@ def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> No
     assert len(world.tokens("b")) == 1 and world.last("b").stop_token == world.tokens("b")[0]
 
 
-def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+def gated_core() -> tuple[threading.Event, Core]:
+    """Return a core that compiles no grammar before the event is set."""
     gate = threading.Event()
 
     def load() -> GrammarVocabulary:
         gate.wait(60)
         return vocabulary()
 
-    world = Core(compiler=Compiler(load))
+    return gate, Core(compiler=Compiler(load))
+
+
+def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+    gate, world = gated_core()
     world.submit(submit("slow", [1, 2, 3], DIGITS))
     world.submit(submit("aborted", [1, 2, 3], DIGITS))
     world.submit(submit("free", [4, 5, 6], None, 5))
@@ -175,10 +181,7 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    def load() -> GrammarVocabulary:
-        raise OSError("no such file")
-
-    world = Core(compiler=Compiler(load))
+    world = Core(compiler=Compiler(Mock(side_effect=OSError("no such file"))))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
     world.run()
@@ -190,10 +193,7 @@ def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkey
     class Panic(BaseException):
         """What a panic of Rust's is in Python: no Exception."""
 
-    def panic(*_: object, **options: object) -> None:
-        raise Panic("index out of bounds")
-
-    monkeypatch.setattr("llguidance.LLMatcher", panic)
+    monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=Panic("index out of bounds")))
     world = Core(compiler=Compiler(vocabulary))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
@@ -236,13 +236,7 @@ def test_a_core_without_a_tokenizer_says_so() -> None:
 
 
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
-    gate = threading.Event()
-
-    def load() -> GrammarVocabulary:
-        gate.wait(60)
-        return vocabulary()
-
-    world = Core(compiler=Compiler(load))
+    gate, world = gated_core()
     world.submit(submit("a", [1], DIGITS))
     world.abort("a")
     world.submit(submit("a", [1], StructuredOutputs(choice=["other"])))

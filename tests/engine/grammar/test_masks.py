@@ -1,6 +1,7 @@
 """Filling masks: what a bit says, by one thread or many, into buffers that take turns."""
 
 import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,12 +75,7 @@ def test_a_step_may_have_no_row_left_to_mask() -> None:
 
 
 def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-
-    def open_pool(count: int) -> LLExecutor:
-        counts.append(count)
-        return LLExecutor(count)
-
+    open_pool = Mock(side_effect=LLExecutor)
     monkeypatch.setattr("llguidance.LLExecutor", open_pool)
     monkeypatch.setattr(masks_module, "POOL_ROWS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
@@ -87,4 +83,4 @@ def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatc
     filler = MaskFiller(4)
     assert allowed(filler.fill([(0, after("", regex="a"))]), 0) == {ord("a")}
     filler.close()
-    assert counts == [1]
+    open_pool.assert_called_once_with(1)

@@ -37,31 +37,14 @@ from penstock.engine.core.tier_stats import tier_stats
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
 from tests.support import reference_server
+from tests.support.programs import printed
 from tests.support.reference_server import CONTEXT, DEFECTS, MODEL, ReferenceServer, write
 from tests.support.refusals import cases, hardest
 
 # Defects that only the load finds, and others of each phase. The slow suite plants all.
 FAST = ["full-pool", "slots-swapped", "finish-lost", "blocks-held", "context-cut", "tool-argument-cut"]
 # A defect that each case finds, where it is another than positions that are shifted after a hit.
-CULPRITS = {
-    "one-token-differs": "hash-ignores-last-token",
-    "vllm-45238": "short-prefix-never-hits",
-    "vllm-50702": "json-cut-beside-others",
-    "vllm-53912": "stale-draft",
-    "llamacpp-n-then-reuse": "n-writes-into-prompt",
-    "trtllm-18156": "salt-never-hits",
-    "adapter-reuse": "adapter-shares-cache",
-    "mini-sglang-142": "freed-twice-by-cancel",
-    "stale-after-reset": "stale-after-reset",
-    "neighbours": "slots-swapped",
-    "ollama-18107": "long-prompt-cut",
-    "stream-equals-whole": "reasoning-lost",
-    "tool-arguments": "tool-renamed",
-    "usage-counts": "chat-usage-without-template",
-    "seed-repeats": "one-seed",
-    "stop-at-chunk-border": "stop-cuts-too-much",
-    "apis-equal-chat": "messages-without-system",
-}
+CULPRITS: dict[str, str] = dict(cases(__file__, "culprits"))
 
 
 def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
@@ -461,9 +444,8 @@ def test_the_figures_that_are_looked_at_are_those_of_our_metrics() -> None:
 
 def test_a_proof_of_another_server_loads_nothing_of_the_engine() -> None:
     code = "import sys, penstock.engine.commands.prove; print(*(name for name in sys.modules if 'penstock' in name))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     parents = {"penstock", "penstock.engine", "penstock.engine.commands"}
-    loaded = {name for name in done.stdout.split() if not name.startswith("penstock.engine.commands.prove")}
+    loaded = {name for name in printed(code).split() if not name.startswith("penstock.engine.commands.prove")}
     assert loaded == parents
 
 

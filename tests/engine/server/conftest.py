@@ -1,11 +1,15 @@
+import contextlib
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.text.template import ChatTemplate
-from tests.support.chat_samples import QWEN3
+from penstock.engine.text.tools.harmony import TOKENS
+from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
+from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
 from tests.support.running_server import Running, running, until
 
 
@@ -21,17 +25,42 @@ def server() -> Iterator[Running]:
         assert len(started.engine.answers) == 0
 
 
+# Chat templates, and the marks of calls that are special tokens of their models, unlike <tool_call> and <think>.
+TEMPLATES = {
+    "qwen": (QWEN3, ()),
+    "llama": (LLAMA3, ("<|python_tag|>",)),
+    "mistral": (MISTRAL_CALLS, ("[TOOL_CALLS]", "[ARGS]")),
+    "harmony": (HARMONY, TOKENS),
+    "opened": ("{% for m in messages %}{{ m.content }}{% endfor %}<think>\n", ()),
+}
+
+
+class Servers(dict[str, Running]):
+    """Servers with these templates, and with one that knows no tools ("plain"), which start when they are asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def __missing__(self, name: str) -> Running:
+        text, marks = TEMPLATES.get(name, (None, ()))
+        tokenizer = byte_tokenizer(*marks)
+        engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=1500))
+        template = None if text is None else ChatTemplate(text, {"bos_token": ""})
+        self[name] = self._stack.enter_context(running(engine, tokenizer, template))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def _qwen() -> Iterator[Running]:
-    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
-        yield started
+def servers() -> Iterator[Servers]:
+    with contextlib.ExitStack() as stack:
+        yield Servers(stack)
 
 
 @pytest.fixture
-def qwen(_qwen: Running) -> Running:
+def qwen(servers: Servers) -> Running:
     """A server with the template of Qwen3; it says "Hello." until a test lets it say something else."""
-    _qwen.engine.reply = "Hello."
-    return _qwen
+    servers["qwen"].engine.reply = "Hello."
+    return servers["qwen"]
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,28 @@
 """Adapters over HTTP, before a real core with the oracle: names beside the model's, loading and unloading at run time."""
 
-import threading
-from collections.abc import Iterator
+import argparse
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError
+from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.server_config import LoraModule, ServerConfig, resolve
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
-from tests.support.running_server import MODEL, Running, running, until
+from tests.support.refusals import table
+from tests.support.running_server import MODEL, Running, running, started, until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-@pytest.fixture
-def server() -> Iterator[Running]:
-    with running(oracle_engine(enable_lora=True, max_model_len=4096), allow_lora_updates=True) as server:
-        yield server
+server = started(lambda: oracle_engine(enable_lora=True, max_model_len=4096), "function", allow_lora_updates=True)
 
 
 def load(server: Running, name: str, path: str, **fields: Any) -> Any:
@@ -72,15 +73,13 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
 
 def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running, tmp_path: Path) -> None:
     load(server, "sql", content_folder(tmp_path, "a"))
-    answers: list[Any] = []
     body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
-    asking = threading.Thread(target=lambda: answers.append(server.complete("hello there", **body)))
-    asking.start()
-    until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
-    assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
-    assert server.complete("hello there", model="sql").status_code == 404
-    asking.join()
-    choice = answers[0].json()["choices"][0]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.complete, "hello there", **body)
+        until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
+        assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
+        assert server.complete("hello there", model="sql").status_code == 404
+        choice = asked.result().json()["choices"][0]
     assert len(choice["token_ids"]) == 3000
     load(server, "sql", content_folder(tmp_path, "a"))
     assert choice["token_ids"][:6] == ids(server, "sql")
@@ -93,20 +92,13 @@ def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> N
 
 
 def test_modules_on_the_command_line() -> None:
-    import argparse
-
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     given = ["--enable-lora", "--lora-modules", "sql=/a", '{"name": "law", "path": "/b=c"}']
     args = parser.parse_args(["model", *given])
     assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
     serve.check(args)
-    for words, message in (
-        (given[1:], "lora_modules: given; it requires enable_lora"),
-        (["--allow-lora-updates"], "allow_lora_updates: given; it requires enable_lora"),
-        ([*given[:2], "sql=/a", "sql=/b"], "lora_modules: 'sql' is given twice"),
-        ([*given[:2], "m=/a", "--served-model-name", "m"], "lora_modules: 'm' is given twice, or is what the model"),
-    ):
+    for words, message in table(__file__, "lora modules", given=given):
         with pytest.raises(ConfigError, match=message):
             serve.check(parser.parse_args(["model", *words]))
     with pytest.raises(SystemExit):
@@ -114,15 +106,7 @@ def test_modules_on_the_command_line() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named() -> None:
-    import asyncio
-
-    from penstock.engine.server.adapters import Adapters
-    from tests.support.fake_engine import FakeEngine
-
-    class Refusing(FakeEngine):
-        async def load_adapter(self, path: str) -> Any:
-            raise AdapterError(f"{path}: no")
-
+    engine = Mock(load_adapter=Mock(side_effect=AdapterError("/a: no")))
     config = resolve(ServerConfig(lora_modules=(LoraModule("sql", "/a"),)), {})
     with pytest.raises(AdapterError, match="lora_modules: sql: lora_path: /a: no"):
-        asyncio.run(Adapters(Refusing(), ("tiny",)).load_all(config.lora_modules))  # type: ignore[arg-type]
+        asyncio.run(Adapters(engine, ("tiny",)).load_all(config.lora_modules))

@@ -63,15 +63,12 @@ def test_echo_puts_the_prompt_first(client: Any) -> None:
         assert "".join(event.choices[0].text for event in stream) == "abcab"
 
 
-def test_logprobs_come_as_parallel_lists(client: Any) -> None:
+def test_logprobs_come_as_parallel_lists_and_zero_of_them_show_the_chosen_token_alone(client: Any) -> None:
     logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=2, max_tokens=2).choices[0].logprobs
     assert logprobs.tokens == ["a", "b"]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert logprobs.top_logprobs == [{"a": -0.5, "b": -9999.0}, {"b": -0.5, "c": -9999.0}]
     assert logprobs.text_offset == [0, 1]
-
-
-def test_logprobs_of_zero_show_the_chosen_token_alone(client: Any) -> None:
     logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=0, max_tokens=1).choices[0].logprobs
     assert logprobs.top_logprobs == [{"a": -0.5}]
 

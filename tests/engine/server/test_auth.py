@@ -1,23 +1,19 @@
 """Keys, other origins and seeds of the server alone; tests/test_edges.py asks every route for a key, of the router too."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.server.server_config import ServerConfig, resolve
-from tests.support.running_server import Running, running
+from tests.support.running_server import Running, running, started
 
 KEY = "sk-right"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
 PAGE = "https://app.example"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(api_keys=(KEY, "sk-other")) as started:
-        yield started
+server = started(api_keys=(KEY, "sk-other"))
 
 
 def test_the_first_of_several_accepted_keys_counts() -> None:

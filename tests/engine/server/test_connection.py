@@ -8,16 +8,17 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from penstock.executor.protocol import ModelInfo
 from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.raw_http import exchange, read_all, status
 from tests.support.refusals import cases, table
-from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
+from tests.support.running_server import MODEL, Running, running, started, until
 
+LONG = msgspec.structs.replace(INFO, max_model_len=200_000)
 HI = [{"role": "user", "content": "Hi"}]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -30,10 +31,6 @@ def completion(**fields: object) -> bytes:
     return json.dumps({"model": MODEL, "prompt": "abc", **fields}).encode()
 
 
-def status(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
-
-
 def error(answer: bytes) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     return found
@@ -43,10 +40,7 @@ def assert_serves(server: Running) -> None:
     assert server.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5) as started:
-        yield started
+server = started(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5)
 
 
 # Headers.
@@ -54,11 +48,8 @@ def server() -> Iterator[Running]:
 
 def test_headers_just_within_the_limit_are_served(server: Running) -> None:
     padding = b"x: " + b"a" * (32 * 1024 - 100) + b"\r\n"
-    with server.connect() as sock:
-        assert (
-            status(exchange(sock, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + padding + b"\r\n"))
-            == 200
-        )
+    asked = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + padding + b"\r\n"
+    assert status(exchange(server.port, asked)) == 200
 
 
 def test_a_header_limit_counts_every_request_of_a_connection_anew(server: Running) -> None:
@@ -76,16 +67,14 @@ def test_a_chunked_body_beyond_the_limit_is_answered_413(server: Running) -> Non
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     refused = server.app.service.metrics.refused
     before = refused[413]
-    with server.connect() as sock:
-        assert status(exchange(sock, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 4)) == 413
+    assert status(exchange(server.port, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 4)) == 413
     assert refused[413] == before + 1  # by the connection, before it reached the application
     assert_serves(server)
 
 
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
 def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server: Running, coding: bytes) -> None:
-    with server.connect() as sock:
-        answer = exchange(sock, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n")
+    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n")
     assert status(answer) == 501
     assert "transfer-encoding" in error(answer)["message"]
     assert_serves(server)
@@ -94,10 +83,8 @@ def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server: Runni
 def test_a_chunked_body_within_the_limit_is_served(server: Running) -> None:
     body = completion(max_tokens=3)
     chunks = b"".join(b"1\r\n" + body[i : i + 1] + b"\r\n" for i in range(len(body)))
-    with server.connect() as sock:
-        answer = exchange(
-            sock, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
-        )
+    head = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = exchange(server.port, head + chunks + b"0\r\n\r\n")
     assert status(answer) == 200
 
 
@@ -130,13 +117,8 @@ def test_an_upgrade_is_not_followed(server: Running) -> None:
 
 
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
-    with server.connect() as sock:
-        sock.sendall(
-            request(completion(max_tokens=3))
-            + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-            + request(completion(max_tokens=2), b"connection: close\r\n")
-        )
-        answer = read_all(sock)
+    first, last = request(completion(max_tokens=3)), request(completion(max_tokens=2), b"connection: close\r\n")
+    answer = exchange(server.port, first + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + last)
     assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
     assert answer.index(b'"abc"') < answer.index(b'"status"') < answer.index(b'"ab"')
 
@@ -157,7 +139,7 @@ def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served() -> None
 
 
 def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> None:
-    engine = FakeEngine(info=_long())
+    engine = FakeEngine(info=LONG)
     with running(engine, write_timeout_s=0.4) as server, contextlib.ExitStack() as stack:
         body = completion(max_tokens=100_000, stream=True, prompt="x" * 500)
         for _ in range(10):
@@ -169,7 +151,7 @@ def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> Non
 
 
 def test_an_unread_stream_holds_a_bounded_number_of_bytes() -> None:
-    engine = FakeEngine(info=_long())
+    engine = FakeEngine(info=LONG)
     with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
         sock.sendall(request(completion(max_tokens=50_000, stream=True)))
         until(lambda: len(engine.answers) == 0, 90)  # the engine is done, the client has read nothing
@@ -178,14 +160,16 @@ def test_an_unread_stream_holds_a_bounded_number_of_bytes() -> None:
 
 
 def test_a_slow_reader_gets_the_whole_stream() -> None:
-    engine = FakeEngine(info=_long())
+    engine = FakeEngine(info=LONG)
     with running(engine, write_timeout_s=5.0) as server, server.connect(receive_buffer=4096) as sock:
         sock.sendall(request(completion(max_tokens=20_000, stream=True), b"connection: close\r\n"))
         time.sleep(0.5)
         answer = read_all(sock)
         assert answer.rstrip().endswith(b"0")
         assert b"data: [DONE]" in answer[-64:]
-        texts = [json.loads(line[6:])["choices"][0]["text"] for line in _events(answer)]
+        texts = [
+            json.loads(line[6:])["choices"][0]["text"] for line in answer.split(b"\n") if line.startswith(b'data: {"')
+        ]
         assert "".join(texts) == ("abc" * 7000)[:20_000]
 
 
@@ -234,15 +218,6 @@ def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server:
     assert len(used) == 3 and len(set(used)) == 1
 
 
-def _long() -> ModelInfo:
-    return type(INFO)(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"max_model_len": 200_000})
-
-
-def _events(answer: bytes) -> list[bytes]:
-    body = b"".join(part.split(b"\r\n", 1)[-1] for part in [answer.partition(b"\r\n\r\n")[2]])
-    return [line for line in body.split(b"\n") if line.startswith(b'data: {"')]
-
-
 def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_request(server: Running) -> None:
     """Java's own client offers h2c with every request."""
     offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
@@ -270,7 +245,6 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
 def test_a_refused_coding_is_refused_once(server: Running, caplog: pytest.LogCaptureFixture, coding: bytes) -> None:
     refused = server.listener._refused
     before = refused[501]
-    with server.connect() as sock:
-        answer = exchange(sock, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n")
+    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n")
     assert status(answer) == 501 and answer.count(b"HTTP/1.1 ") == 1 and refused[501] == before + 1
     assert not [record for record in caplog.records if "Fatal error" in record.message]

@@ -2,8 +2,9 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,9 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running, until
+from tests.support.running_server import MODEL, Running, running, started, until
 
-
-@pytest.fixture
-def server() -> Iterator[Running]:
-    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
-        yield server
+server = started(lambda: oracle_engine(max_model_len=4096), "function", allow_weight_updates=True)
 
 
 def choice(server: Running, **fields: Any) -> Any:
@@ -32,17 +29,12 @@ def update(server: Running, path: str) -> Any:
     return server.post("/update_weights", {"path": path})
 
 
-class Asking:
-    """A request that waits, from a thread of its own."""
+# Requests that wait, each in a thread of its own.
+THREADS = ThreadPoolExecutor()
 
-    def __init__(self, server: Running, **fields: Any) -> None:
-        self.found: Any = None
-        self._thread = threading.Thread(target=lambda: setattr(self, "found", choice(server, **fields)))
-        self._thread.start()
 
-    def wait(self) -> Any:
-        self._thread.join(60)
-        return self.found
+def ask(server: Running, **fields: Any) -> Future[Any]:
+    return THREADS.submit(choice, server, **fields)
 
 
 def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server: Running, tmp_path: Path) -> None:
@@ -80,24 +72,24 @@ def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server
     assert server.http.get("/health").status_code == 200
     ready = server.http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "the engine is paused"})
-    asking = Asking(server)
+    asking = ask(server)
     until(lambda: len(server.engine.answers) == 1)
     assert server.http.post("/resume").json() == {"status": "resumed"}
-    assert asking.wait()["finish_reason"] == "length"
+    assert asking.result(60)["finish_reason"] == "length"
     assert server.http.get("/ready").status_code == 200
 
 
 def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
     long = {"max_tokens": 2000, "ignore_eos": True}
-    asking = Asking(server, **long)
+    asking = ask(server, **long)
     until(lambda: len(server.engine.answers) == 1)
     assert server.http.post("/pause?mode=wait").json() == {"status": "paused"}
-    assert asking.wait()["finish_reason"] == "length" and len(server.engine.answers) == 0
+    assert asking.result(60)["finish_reason"] == "length" and len(server.engine.answers) == 0
     server.http.post("/resume")
-    asking = Asking(server, **long)
+    asking = ask(server, **long)
     until(lambda: server.engine.stats.num_running == 1)
     assert server.http.post("/pause").json() == {"status": "paused"}
-    ended = asking.wait()
+    ended = asking.result(60)
     assert ended["finish_reason"] == "abort" and len(ended["token_ids"]) < 2000
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
@@ -112,34 +104,28 @@ def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path
     again = server.http.post("/sleep")
     assert again.status_code == 409 and "the engine sleeps already" in again.text
     assert server.http.post("/resume").status_code == 409
-    asking = Asking(server)
+    asking = ask(server)
     if level == 2:
         assert "update_weights brings others" in server.http.post("/wake_up").text
     assert server.http.post("/wake_up?tags=weights").json() == {"status": "asleep, without kv_cache"}
     if level == 2:
         assert update(server, path).status_code == 200
     assert server.http.post("/wake_up?tags=kv_cache").json() == {"status": "awake"}
-    assert asking.wait()["token_ids"] == first["token_ids"] == choice(server)["token_ids"]
+    assert asking.result(60)["token_ids"] == first["token_ids"] == choice(server)["token_ids"]
 
 
 def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_versions(
     server: Running, tmp_path: Path
 ) -> None:
     paths = [content_folder(tmp_path, name) for name in "abcd"]
-    asking = [Asking(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
+    asking = [ask(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
     until(lambda: len(server.engine.answers) == 3)
-    found: list[Any] = []
-    updates = [threading.Thread(target=lambda path=path: found.append(update(server, path).json())) for path in paths]
-    for thread in updates:
-        thread.start()
-    for thread in updates:
-        thread.join(60)
+    found = [updated.json() for updated in THREADS.map(partial(update, server), paths)]
     assert sorted(each["weights_version"] for each in found) == [1, 2, 3, 4]
     assert len({each["fingerprint"] for each in found}) == 4
     for each in asking:
-        versions = (
-            each.wait().get("weights_versions") or [0] * 1500
-        )  # absent from an answer that ended before the updates
+        # Absent from an answer that ended before the updates.
+        versions = each.result(60).get("weights_versions") or [0] * 1500
         assert len(versions) == 1500 and versions == sorted(versions)
     last = max(found, key=lambda each: each["weights_version"])
     assert server.http.get("/v1/models").json()["data"][0]["fingerprint"] == last["fingerprint"]
@@ -166,14 +152,12 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
     with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
         process = server.engine._process  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the update is not done before it is killed
-        answers: list[Any] = []
-        asking = threading.Thread(target=lambda: answers.append(update(server, path)))
-        asking.start()
+        updating = THREADS.submit(update, server, path)
         asked = server.engine._asked  # type: ignore[attr-defined]
         until(lambda: bool(asked))
         os.kill(process.pid, signal.SIGKILL)
-        asking.join(60)
-        assert answers[0].status_code == 503 and "was killed by SIGKILL" in answers[0].text
+        answer = updating.result(60)
+        assert answer.status_code == 503 and "was killed by SIGKILL" in answer.text
         assert server.http.get("/health").status_code == 503
 
 

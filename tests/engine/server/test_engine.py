@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -11,13 +10,9 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.sampling_params import SamplingParams
 from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
-from tests.support.running_server import Running, events, running, until
+from tests.support.running_server import Running, events, running, started, until
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(oracle_engine(max_model_len=4000)) as started:
-        yield started
+server = started(lambda: oracle_engine(max_model_len=4000))
 
 
 def num_open(server: Running) -> int:

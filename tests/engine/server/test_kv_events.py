@@ -19,7 +19,7 @@ from penstock.engine.server.service import Service
 from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import cases
-from tests.support.running_server import Running, running, until
+from tests.support.running_server import Running, started, until
 
 
 class Follower:
@@ -68,10 +68,7 @@ def keys(run: bytes) -> set[bytes]:
     return {run[at : at + 8] for at in range(0, len(run), 8)}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(oracle_engine(max_model_len=4000)) as started:
-        yield started
+server = started(lambda: oracle_engine(max_model_len=4000))
 
 
 def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(server: Running) -> None:

@@ -146,13 +146,6 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
         assert server.exit_code() == 0
 
 
-def test_without_requests_a_signal_ends_the_process_at_once() -> None:
-    with process() as server:
-        server.http.get("/health")
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
-
-
 def test_a_second_signal_does_not_wait() -> None:
     with process() as server:
         stream = Stream(server, 900)
@@ -165,33 +158,27 @@ def test_a_second_signal_does_not_wait() -> None:
         assert stream.finish()[-1] == "cut off"
 
 
-def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have() -> None:
-    with process(drain_timeout_s=0.3) as server:
+ENDS = {  # the time to drain, the signal, and the message of the error, with which the process fails
+    "the drain takes too long": (0.3, signal.SIGTERM, None),
+    "the engine is dead": (60.0, signal.SIGUSR1, "the core was killed"),
+    "the engine hangs": (60.0, signal.SIGUSR2, "the engine is closed"),
+}
+
+
+@pytest.mark.parametrize("why", ENDS)
+def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
+    drain_timeout_s, number, message = ENDS[why]
+    with process(drain_timeout_s) as server:
         stream = Stream(server, 900)
-        server.signal(signal.SIGTERM)
-        events = stream.finish()
-        assert events[-1] == "[DONE]"
-        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
-        assert server.exit_code() == 0
-
-
-def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure() -> None:
-    with process() as server:
-        stream = Stream(server, 900)
-        server.signal(signal.SIGUSR1)
-        events = stream.finish()
-        assert json.loads(events[-2])["error"]["message"] == "the core was killed"
-        assert events[-1] == "[DONE]"
-        assert server.exit_code() == 1
-
-
-def test_a_hanging_engine_does_the_same() -> None:
-    with process() as server:
-        stream = Stream(server, 900)
-        server.signal(signal.SIGUSR2)
-        events = stream.finish()
-        assert json.loads(events[-2])["error"]["code"] == 503
-        assert server.exit_code() == 1
+        server.signal(number)
+        *_, last, done = map(str, stream.finish())
+        assert done == "[DONE]"
+        if message is None:
+            assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+        else:
+            error = json.loads(last)["error"]
+            assert (error["code"], error["message"]) == (503, message)
+        assert server.exit_code() == int(message is not None)
 
 
 def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
@@ -208,15 +195,6 @@ def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
     assert "canary" not in log
     assert "/v1/completions 200" in log and "client_id=mine-7" in log
     assert "unmatched 404" in log
-
-
-def test_a_taken_port_is_an_error_that_names_it() -> None:
-    (taken,) = bind_sockets("127.0.0.1", 0)
-    taken.listen()
-    port = taken.getsockname()[1]
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-        bind_sockets("127.0.0.1", port)
-    taken.close()
 
 
 def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:
@@ -256,12 +234,16 @@ def test_a_server_listens_at_every_address_of_its_host(two_addresses: tuple[str,
             assert httpx.get(f"http://{address}:{server.port}/health", timeout=60).status_code == 200
 
 
-def test_a_port_that_is_taken_at_the_second_address_is_an_error(two_addresses: tuple[str, str]) -> None:
-    (taken,) = bind_sockets(two_addresses[1], 0)
+@pytest.mark.parametrize("host", ["127.0.0.1", "both"])
+def test_a_taken_port_is_an_error_that_names_it_at_a_second_address_too(
+    two_addresses: tuple[str, str], host: str
+) -> None:
+    address = two_addresses[host == "both"]
+    (taken,) = bind_sockets(address, 0)
     taken.listen()
     port = taken.getsockname()[1]
-    with pytest.raises(OSError, match=f"cannot listen on {two_addresses[1]}:{port}: Address already in use"):
-        bind_sockets("both", port)
+    with pytest.raises(OSError, match=f"cannot listen on {address}:{port}: Address already in use"):
+        bind_sockets(host, port)
     taken.close()
 
 

@@ -4,7 +4,6 @@ import random
 import string
 import time
 from array import array
-from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -18,13 +17,9 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.executor.protocol import ExpertUpdate, Sampling
 from tests.support.fake_engine import FakeEngine
-from tests.support.running_server import Running, running, until
+from tests.support.running_server import Running, running, started, until
 
-
-@pytest.fixture
-def server() -> Iterator[Running]:
-    with running() as started:
-        yield started
+server = started(scope="function")
 
 
 def samples(server: Running) -> dict[str, float]:

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,28 +206,7 @@ def test_a_response_has_every_field_that_open_responses_requires(server: Running
 
 def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Running) -> None:
     qwen.engine.reply = "Hello."
-    body = {
-        "model": MODEL,
-        "instructions": "You are a coding agent.",
-        "input": [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: none."}]},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        ],
-        "tools": [
-            TOOL,
-            {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}},
-            {"type": "web_search", "external_web_access": False},
-            {"type": "namespace", "name": "mcp", "description": "x", "tools": [TOOL]},
-        ],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "a",
-        "client_metadata": {"installation": "x"},
-    }
+    body = json.loads(Path(__file__).with_name("codex_request.json").read_text())
     answer = qwen.post("/v1/responses", body)
     assert answer.status_code == 200 and "response.completed" in answer.text
     assert answer.headers["x-penstock-ignored"] == "client_metadata, tools:web_search, tools:namespace"

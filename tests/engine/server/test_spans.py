@@ -1,8 +1,7 @@
 """The spans of a server's requests, as a collector and the SDK's own exporter get them, and what a collector that fails costs."""
 
+import contextlib
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,15 +13,11 @@ from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
 from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
 from tests.support.fake_engine import FakeEngine
+from tests.support.programs import printed
 from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, until
 
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 
 
 @pytest.fixture
@@ -31,13 +26,17 @@ def collector() -> Iterator[Collector]:
         yield found
 
 
-def finished(server: Running) -> None:
-    server.app.service.spans.close()
+@contextlib.contextmanager
+def tracing_to(collector: Collector, engine: FakeEngine | None = None) -> Iterator[Running]:
+    """Run a server whose spans have all been sent at the end."""
+    with running(engine, telemetry=traced(collector)) as server:
+        yield server
+        server.app.service.spans.close()
 
 
 def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(collector: Collector) -> None:
     before_ns = time.time_ns()
-    with running(FakeEngine(delay_s=0.005), telemetry=traced(collector)) as server:
+    with tracing_to(collector, FakeEngine(delay_s=0.005)) as server:
         headers = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d", "x-request-id": "mine"}
         answer = server.http.post(
             "/v1/chat/completions",
@@ -53,7 +52,6 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(c
             headers=headers,
         )
         request = collector.one(f"chat {MODEL}")
-        finished(server)
     assert request.service == "penstock" and request.kind == 2 and not request.is_failed
     assert (request.trace_id, request.parent_id, request.state) == (TRACE, PARENT, "a=b,c=d")
     phases = [collector.one(name) for name in ("queue", "prefill", "decode")]
@@ -94,23 +92,21 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(c
 
 
 def test_no_text_of_a_request_is_in_a_span(collector: Collector) -> None:
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         server.complete("canary-prompt", stop=["canary-stop"], user="canary-user", cache_salt="canary-salt")
         server.chat(messages=[{"role": "user", "content": "canary"}], max_tokens=20)
         server.complete("x", canary=1)
         server.http.post("/v1/completions?canary", content=b"canary", headers={"content-type": "application/json"})
         collector.named(f"chat {MODEL}")
-        finished(server)
     assert len(collector.spans) >= 2 * 4 and "canary" not in str(collector.spans)
 
 
 def test_several_prompts_have_their_own_spans_and_an_embedding_has_no_decode(collector: Collector) -> None:
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         server.complete(["one", "two"], n=2, max_tokens=3)
         server.post("/v1/embeddings", {"model": MODEL, "input": ["abc"] * 20})
         request = collector.one(f"text_completion {MODEL}")
         embedded = collector.one(f"embeddings {MODEL}")
-        finished(server)
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"] * 4
     assert request.attributes["gen_ai.request.choice.count"] == 2 and request.attributes["penstock.prompts"] == 2
     decodes = collector.named("decode")
@@ -123,7 +119,7 @@ def test_several_prompts_have_their_own_spans_and_an_embedding_has_no_decode(col
 
 def test_what_fails_is_marked_and_what_is_refused_is_the_clients_fault(collector: Collector) -> None:
     engine = FakeEngine()
-    with running(engine, telemetry=traced(collector)) as server:
+    with tracing_to(collector, engine) as server:
         engine.fail_next = "a kernel failed"
         assert server.complete().status_code == 500
         engine.fail_next = None
@@ -131,33 +127,29 @@ def test_what_fails_is_marked_and_what_is_refused_is_the_clients_fault(collector
         assert server.post("/v1/nothing", {}).status_code == 404
         failed, refused = collector.named(f"text_completion {MODEL}", 2)
         unknown = collector.one("POST unmatched")
-        finished(server)
     assert failed.is_failed and failed.attributes["error.type"] == "500"
     assert not refused.is_failed and refused.attributes["error.type"] == "400"
     assert unknown.attributes["http.response.status_code"] == 404
 
 
 def test_a_client_that_leaves_ends_its_span(collector: Collector) -> None:
-    engine = FakeEngine(delay_s=0.01)
-    with running(engine, telemetry=traced(collector)) as server:
+    with tracing_to(collector, FakeEngine(delay_s=0.01)) as server:
         with server.http.stream(
             "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 900, "stream": True}
         ) as answer:
             next(answer.iter_lines())
         request = collector.one(f"text_completion {MODEL}")
-        finished(server)
     assert request.attributes["http.response.status_code"] == 499
     assert request.attributes["gen_ai.response.finish_reasons"] == ["abort"]
     assert collector.one("decode").ended_ns <= request.ended_ns
 
 
 def test_probes_and_pages_are_not_traced(collector: Collector) -> None:
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         for path in ("/health", "/ready", "/metrics", "/v1/models", "/"):
             server.http.get(path, headers={"traceparent": TRACEPARENT})
         server.complete(max_tokens=1)
         collector.one(f"text_completion {MODEL}")
-        finished(server)
     assert {span.name for span in collector.spans} == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
 
 
@@ -166,14 +158,13 @@ def test_the_clients_flag_decides_and_the_sampler_does_where_there_is_none(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         server.complete(max_tokens=1)
         server.complete(max_tokens=1, prompt="unsampled")
         for flag in ("00", "01"):
             headers = {"traceparent": TRACEPARENT[:-2] + flag}
             server.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1}, headers=headers)
         request = collector.one(f"text_completion {MODEL}")
-        finished(server)
     assert request.trace_id == TRACE and len(collector.spans) == 4
 
 
@@ -198,6 +189,7 @@ def joins(headers: list[str]) -> bool:
 def test_the_sdks_own_exporter_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(tracing, "open_exporter", lambda _telemetry: exporter)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     with running(telemetry=Telemetry(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
         answer = server.http.post(
             "/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"traceparent": TRACEPARENT}
@@ -205,7 +197,7 @@ def test_the_sdks_own_exporter_sees_the_same(monkeypatch: pytest.MonkeyPatch) ->
         assert answer.status_code == 200
         until(lambda: len(exporter.get_finished_spans()) == 4)
         spans = {span.name: span for span in exporter.get_finished_spans()}
-        finished(server)
+        server.app.service.spans.close()
     assert set(spans) == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
     request = spans[f"text_completion {MODEL}"]
     assert request.kind is SpanKind.SERVER and request.status.status_code is StatusCode.UNSET
@@ -223,25 +215,23 @@ def test_a_collector_that_is_gone_or_hangs_holds_nothing_up(
 ) -> None:
     monkeypatch.setattr(tracing, "CLOSE_S", 0.05)
     collector.status = 500
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         assert server.complete(max_tokens=1).status_code == 200
         until(lambda: collector.num_asked == 1)
         collector.may_answer.clear()
         assert server.complete(max_tokens=1).status_code == 200
         until(lambda: collector.num_asked == 2)
         assert server.complete(max_tokens=1).status_code == 200
-        finished(server)
     assert collector.spans == []
 
 
 def test_what_is_left_at_the_end_is_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_S", 60.0)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         server.complete(max_tokens=1)
         until(lambda: server.app.service.num_open_requests == 0)
         assert collector.spans == []
-        finished(server)
     assert len(collector.spans) == 4
 
 
@@ -251,12 +241,11 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20token,x-tenant=7")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    with running(telemetry=traced(collector)) as server:
+    with tracing_to(collector) as server:
         server.complete(max_tokens=1)
         body = {"prompt": "abc", "max_tokens": 1}
         server.http.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
         request = collector.one(f"text_completion {MODEL}")
-        finished(server)
     assert request.service == "chat-eu" and {span.trace_id for span in collector.spans} == {TRACE}
     assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
 
@@ -285,5 +274,4 @@ def test_where_nothing_is_traced_nothing_of_it_is_loaded() -> None:
         "import sys, penstock.engine.server.lifetime, penstock.router.serve;"
         "print([name for name in sys.modules if 'opentelemetry' in name or name.endswith(('.spans', '.tracing'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert printed(code) == "[]"

@@ -5,9 +5,8 @@ answer. Each reader below turns an API's answer, or its events, into one `Seen`.
 wrote it, and is the same for a stream.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +15,8 @@ import msgspec
 import pytest
 
 from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tools.harmony import TOKENS
 from tests.support.call_writers import FORMS, WRITERS
-from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
+from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
 from tests.support.refusals import hardest
 from tests.support.running_server import MODEL, Running, events, running
@@ -264,21 +262,6 @@ def test_an_answer_ends_with_the_context_and_a_prompt_beyond_it_is_refused_with_
 
 TABLE = json.loads(Path(__file__).with_name("three_apis.json").read_text())
 FORMAT = TABLE["options"]["a format"]["messages"]["output_config"]["format"]["schema"]
-OPENED = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
-MARKS = {"mistral": ("[TOOL_CALLS]", "[ARGS]"), "llama": ("<|python_tag|>",), "harmony": TOKENS}
-TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL_CALLS, "harmony": HARMONY, "opened": OPENED}
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, Running]]:
-    with contextlib.ExitStack() as stack:
-        started = {"plain": stack.enter_context(running())}
-        for name, text in TEMPLATES.items():
-            template = ChatTemplate(text, {"bos_token": ""})
-            tokenizer = byte_tokenizer(*MARKS.get(name, ()))
-            engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=1500))
-            started[name] = stack.enter_context(running(engine, tokenizer, template))
-        yield started
 
 
 def assert_text(text: str, wanted: dict[str, list[str]]) -> None:

@@ -1,6 +1,5 @@
 """Tools and reasoning over HTTP, as OpenAI's own client sees them."""
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,14 +11,11 @@ import pytest
 from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tools.harmony import TOKENS as HARMONY_TOKENS
-from tests.support.chat_samples import HARMONY, MISTRAL_CALLS, QWEN3
-from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer, line_template
+from tests.support.chat_samples import QWEN3
+from tests.support.fake_engine import INFO, FakeEngine, line_template
 from tests.support.refusals import cases, table
 from tests.support.running_server import MODEL, Running, running
 
-MARKS = ("[TOOL_CALLS]", "[ARGS]", *HARMONY_TOKENS)  # special tokens of their models, unlike <tool_call> and <think>
-TEMPLATES = {"qwen": QWEN3, "mistral": MISTRAL_CALLS, "harmony": HARMONY}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}},
@@ -30,23 +26,6 @@ SAID = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, Running]]:
-    started = {}
-    tokenizer = byte_tokenizer(*MARKS)
-    templates = {**{name: ChatTemplate(text, {"bos_token": ""}) for name, text in TEMPLATES.items()}, "none": None}
-    with contextlib.ExitStack() as stack:
-        for name, template in templates.items():
-            started[name] = stack.enter_context(running(tokenizer=tokenizer, template=template))
-        yield started
-
-
-@pytest.fixture
-def qwen(servers: dict[str, Running]) -> Running:
-    servers["qwen"].engine.reply = "Hello."
-    return servers["qwen"]
 
 
 def grammar_of(server: Running) -> str | None:
@@ -247,7 +226,7 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
 
 
 def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running]) -> None:
-    server = servers["none"]
+    server = servers["plain"]
     server.engine.reply = SAID
     answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
     assert len(answer["tool_calls"]) == 2

@@ -1,8 +1,8 @@
 """Chat templates: rendered as transformers renders them, and errors that name what was wrong."""
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -220,17 +220,9 @@ def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
 
 def test_threads_may_render_at_once() -> None:
     template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
-    results: dict[int, str] = {}
-
-    def work(number: int) -> None:
-        results[number] = template.render([{"role": "user", "content": str(number)}])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: str(number) * 2000 for number in range(8)}
+    chats = [[{"role": "user", "content": str(number)}] for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(template.render, chats)) == [str(number) * 2000 for number in range(8)]
 
 
 @pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))

@@ -1,8 +1,6 @@
 """Tokenizers of model folders: what ends a text, what is special, what is refused, and what `save` keeps."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +13,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
+from tests.support.programs import printed
 from tests.support.refusals import cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,9 +186,7 @@ def test_the_text_room_needs_neither_torch_nor_transformers_nor_numpy() -> None:
         "import penstock.engine.text.gguf_tokenizer, penstock.engine.front.answer, penstock.engine.model_files\n"
         "print(*({'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
     )
-    environment = {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert printed(code) == ""
 
 
 def test_every_error_of_loading_is_a_model_error() -> None:

@@ -4,17 +4,19 @@ import copy
 import functools
 from dataclasses import replace
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import KeyStore, Ops, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, KeyStore, Ops, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded, tile_order, tiles
 from penstock.executor.kernels.cuda.attention_ops import num_splits
 from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 # (row of the cache, queries, context). Rows 0 … 3 have one token; 70 queries of 3 heads fill more than one tile.
@@ -30,46 +32,39 @@ def case(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[Cache, t
     return Cache(contexts, kv_heads, dim, page, dtype), random(len(ROWS), 150, q_heads, dim, dtype=dtype, seed=9)
 
 
+SINKS = torch.tensor([-3.0, 0.0, 5.0, 12.0])
+LAYERS = {
+    "plain": (SHAPES[0], NO_EXTRAS),
+    "small pages": (SHAPES[1], NO_EXTRAS),
+    "heads of 80": (SHAPES[2], NO_EXTRAS),
+    "window of 1": (SHAPES[0], ScoreExtras(window=1)),
+    "window of 40": (SHAPES[0], ScoreExtras(window=40)),
+    "window of 64": (SHAPES[0], ScoreExtras(window=64)),
+    "sinks": (SHAPES[1], ScoreExtras(sinks=SINKS)),
+    "sinks, window": (SHAPES[1], ScoreExtras(sinks=SINKS, window=40)),
+    "sinks, cap": (SHAPES[1], ScoreExtras(1.5, SINKS)),
+    "sinks, cap, window": (SHAPES[1], ScoreExtras(1.5, SINKS, 40)),
+}
+
+
 @functools.cache
-def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: int | None) -> torch.Tensor:
+def twins_answer(dtype: torch.dtype, name: str) -> torch.Tensor:
+    shape, extras = LAYERS[name]
     cache, q = case(dtype, shape)
     wide = copy.copy(cache)
     wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
-    return attend(torch_ops, wide, q.double(), ROWS, window)
+    return attend(torch_ops, wide, q.double(), ROWS, extras.window, extras)
 
 
-HARDEST = [(torch.bfloat16, SHAPES[1])]  # small pages
+HARDEST = [(torch.bfloat16, name) for name in ("small pages", "window of 1", "sinks, cap, window")]
 
 
-@matrix("dtype, shape", TOLERANCE, SHAPES, hardest=HARDEST)
-def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+@matrix("dtype, name", TOLERANCE, LAYERS, hardest=HARDEST)
+def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    shape, extras = LAYERS[name]
     cache, q = case(dtype, shape)
-    close(attend(OPS, cache.to(device), q.to(device), ROWS), twins_answer(dtype, shape, None))
-
-
-@matrix("window", (1, 40, 64), hardest=[(1,)])
-def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -> None:
-    cache, q = case(torch.float32, SHAPES[0])
-    actual = attend(OPS, cache.to(device), q.to(device), ROWS, window)
-    close(actual, twins_answer(torch.float32, SHAPES[0], window))
-
-
-@matrix(
-    "dtype, cap, window",
-    TOLERANCE,
-    (1.5, None),
-    (40, None),
-    hardest=[(torch.bfloat16, 1.5, 40)],
-)
-def test_sinks_and_caps_equal_the_twins(
-    device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
-) -> None:
-    cache, q = case(dtype, SHAPES[1])
-    wide = copy.copy(cache)
-    wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
-    sinks = torch.tensor([-3.0, 0.0, 5.0, 12.0])
-    expected = attend(torch_ops, wide, q.double(), ROWS, window, ScoreExtras(cap, sinks.double()))
-    close(attend(OPS, cache.to(device), q.to(device), ROWS, window, ScoreExtras(cap, sinks.to(device))), expected)
+    given = extras._replace(sinks=None if extras.sinks is None else extras.sinks.to(device))
+    close(attend(OPS, cache.to(device), q.to(device), ROWS, extras.window, given), twins_answer(dtype, name))
 
 
 def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.device) -> None:
@@ -83,7 +78,7 @@ def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.d
 @pytest.mark.slow_in_interpreter
 def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device) -> None:
     cache, q = case(torch.float32, SHAPES[0])
-    expected = twins_answer(torch.float32, SHAPES[0], None)
+    expected = twins_answer(torch.float32, "plain")
     close(attend(OPS, cache.to(device), q.to(device), ROWS[4:]), expected[4:])
     close(attend(OPS, cache.to(device), q.to(device), ROWS[:4]), expected[:4])
 
@@ -103,12 +98,7 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(
     assert not out[1:].any()
 
 
-@matrix(
-    "dtype, window",
-    (torch.float32, torch.bfloat16),
-    (None, 40),
-    hardest=[],
-)
+@matrix("dtype, window", (torch.float32, torch.bfloat16), (None, 40), hardest=[])
 def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
     cache, q = case(dtype, SHAPES[1])
@@ -190,15 +180,12 @@ def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytes
         return OPS.paged_attention(q, (cache.k_pages, cache.v_pages), batch, 0.2)
 
     expected = attend_once()
-    builder, grid = triton.runtime.interpreter.interpreter_builder, []
+    builder = triton.runtime.interpreter.interpreter_builder
     set_index = builder.set_grid_idx
-
-    def note(*index: int) -> None:
-        grid.append(index)
-        set_index(*index)
-
-    monkeypatch.setattr(builder, "set_grid_idx", note)
+    noting = Mock(side_effect=set_index)
+    monkeypatch.setattr(builder, "set_grid_idx", noting)
     attend_once()
+    grid = [call.args for call in noting.call_args_list]
     assert len({part for _, part, _ in grid}) > 2
     for seed in range(2):
         order = dict(zip(grid, Random(seed).sample(grid, len(grid)), strict=True))
@@ -208,16 +195,7 @@ def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytes
     assert not arrivals.any()
 
 
-@pytest.mark.parametrize(
-    ("rows", "longest", "even", "programs"),
-    [
-        (1, 131_072, 16, 49),  # one row: more programs if its context is long
-        (1, 100, 1, 1),  # not worth merging
-        (32, 1024, 1, 1),
-        (32, 131_072, 1, 3),  # a long context among short ones gets more programs
-        (256, 131_072, 1, 3),
-    ],
-)
+@pytest.mark.parametrize(("rows", "longest", "even", "programs"), cases(__file__, "splits"))
 def test_rows_are_split_so_that_they_occupy_the_gpu(rows: int, longest: int, even: int, programs: int) -> None:
     assert num_splits(rows, 8, longest, 0) == (even, programs)
 

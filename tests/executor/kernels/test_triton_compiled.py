@@ -20,6 +20,7 @@ import pytest
 
 from tests.support import cards
 
+pytestmark = pytest.mark.timeout(3600)
 HERE = Path(__file__).parent
 # Two processes, each with what it compiles; some 190 kernels for each card in all, a few seconds each.
 OTHERS = ["few", "A100", "L40S", "B200", "RTX_PRO"]
@@ -62,7 +63,6 @@ def compiled(everywhere: Found) -> Found:
     return [kernel for kernel in everywhere if kernel["card"] == "H200"]
 
 
-@pytest.mark.timeout(3600)
 def test_every_kernel_compiles_for_every_card_that_has_what_it_needs(
     reported: Found, request: pytest.FixtureRequest
 ) -> None:
@@ -75,7 +75,6 @@ def test_every_kernel_compiles_for_every_card_that_has_what_it_needs(
     assert lacking <= {("A100", eight), ("A100", dependent), ("L40S", dependent)}
 
 
-@pytest.mark.timeout(3600)
 def test_nothing_spills_and_shared_memory_suffices(everywhere: Found) -> None:
     wrong = [
         kernel
@@ -90,7 +89,6 @@ def limit(card: str) -> int:
     return shared_bytes
 
 
-@pytest.mark.timeout(3600)
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(everywhere: Found) -> None:
     """A stride that might be anything would make it two bytes: wide accesses need it among the constants."""
     seen = {kernel["kernel"] for kernel in everywhere}
@@ -102,7 +100,6 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(everywhere: Found) ->
             assert kernel["narrow"] == 0, kernel
 
 
-@pytest.mark.timeout(3600)
 def test_products_run_on_tensor_cores(compiled: Found) -> None:
     halves = [kernel for kernel in compiled if "float32" not in kernel["case"]]
     attention = [kernel for kernel in halves if "fixed" not in kernel["case"]]
@@ -127,7 +124,6 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
             assert kernel["wide_loads"] > 0 or "MXFP4 experts, one row" in kernel["case"], kernel
 
 
-@pytest.mark.timeout(3600)
 def test_products_read_ahead(everywhere: Found) -> None:
     """The weight and x of later steps are on their way while a step is computed."""
     products = [each for each in everywhere if each["kernel"] == "_multiply" and "float32" not in each["case"]]
@@ -136,14 +132,12 @@ def test_products_read_ahead(everywhere: Found) -> None:
         assert kernel["in_flight"] > 0, kernel
 
 
-@pytest.mark.timeout(3600)
 def test_other_cards_have_tensor_cores_too(everywhere: Found) -> None:
     for kernel in everywhere:
         if kernel["kernel"] in ("_prefill", "_decode") and "float32" not in kernel["case"]:
             assert any(kernel[name] for name in ("HMMA", "QMMA", "HGMMA", "UTCHMMA")), kernel
 
 
-@pytest.mark.timeout(3600)
 def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Found) -> None:
     early = [kernel for kernel in compiled if kernel["is_dependent"]]
     assert {"_decode", "_rope_and_store", "_norm", "_gate_rows", "_few_rows"} <= {kernel["kernel"] for kernel in early}
@@ -154,7 +148,6 @@ def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Foun
         assert kernel["is_dependent"] == ("dependent" in kernel["case"] and kernel["kernel"] != "_order"), kernel
 
 
-@pytest.mark.timeout(3600)
 def test_what_is_narrowed_to_eight_bits_keeps_nan(everywhere: Found) -> None:
     """A GPU's plain minimum and maximum drop NaN, which would become -448. The interpreter's keep it."""
     narrowing = [kernel for kernel in everywhere if kernel["narrows"]]
@@ -163,7 +156,6 @@ def test_what_is_narrowed_to_eight_bits_keeps_nan(everywhere: Found) -> None:
         assert kernel["keeps_nan"] > 0, kernel
 
 
-@pytest.mark.timeout(3600)
 def test_pages_are_copied_asynchronously_and_ahead(everywhere: Found) -> None:
     """Where a tile has three stages, keys and values of the next block are on their way while a block is computed,
     although the numbers of their pages have to be read first. Tiles that would spill or fill shared memory have two."""
@@ -178,7 +170,6 @@ def test_pages_are_copied_asynchronously_and_ahead(everywhere: Found) -> None:
         assert kernel["in_flight"] > 0 or kernel["stages"] < 3, kernel
 
 
-@pytest.mark.timeout(3600)
 def test_a_program_releases_the_part_that_it_stored(everywhere: Found) -> None:
     """And the last program to arrive acquires the others' parts. Wide heads have one part where sums are fixed."""
     decodes = [kernel for kernel in everywhere if kernel["kernel"] == "_decode"]
@@ -188,7 +179,6 @@ def test_a_program_releases_the_part_that_it_stored(everywhere: Found) -> None:
         assert kernel["joins"] == 1, kernel
 
 
-@pytest.mark.timeout(3600)
 def test_fixed_sums_are_the_same_instructions_for_few_rows_and_for_many(everywhere: Found) -> None:
     """And the same share of an output's columns for each warp, so that a row's softmax is summed alike. Beyond that few
     and many differ in how many warps share the rows."""

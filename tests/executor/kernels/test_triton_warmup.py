@@ -35,6 +35,7 @@ from tests.support import packed_models, small_models
 from tests.support.adapters import Adapter
 from tests.support.checkpoints import compute_with
 from tests.support.driver import Driver, Sequence
+from tests.support.refusals import hardest
 from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
@@ -99,6 +100,12 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
     return changed(ours, **{name: both(name) for name in operations(kind)})
 
 
+def noting_ops() -> tuple[Any, Any, Any]:
+    """Return the operations of models, of drawing and of a step's inputs, whose launches are noted."""
+    models, drawing = beside(Ops, OPS, TWINS), beside(SamplingOps, SAMPLING_OPS, sampling_twin)
+    return models, drawing, beside(InputOps, step_inputs, torch_inputs)
+
+
 def open_on_kernels(
     monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, given: tuple[Any, Any, Any], **options: Any
 ) -> Driver:
@@ -140,6 +147,16 @@ def release(driver: Driver, sequence: Sequence) -> None:
     driver.free = [*sequence.blocks, *chain(*sequence.others, *sequence.state), *driver.free]
 
 
+def prompts_of(driver: Driver, lengths: Iterable[int], adapter: str | None = None) -> None:
+    """Compute a prompt of each length, and one more token."""
+    for length in lengths:
+        sequence = Sequence(0, [length % 160] * length, length, adapter=adapter)
+        driver._announce(sequence)
+        driver.advance(sequence)
+        driver.advance(sequence)
+        release(driver, sequence)
+
+
 def traffic(
     driver: Driver,
     rng: np.random.Generator,
@@ -178,18 +195,18 @@ def traffic(
         driver.step(*parts, masks=masks or None)
 
 
+def in_eight_bits(case: str) -> Path:
+    return packed_models.folders(case)[0]
+
+
 RECURRENT = ("lfm2", "qwen3.5", "granite4-mamba")
 CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "qwen3": (small_models.folder, "qwen3", {}),
     "gemma3": (small_models.folder, "gemma3", {}),
     "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
     "deepseek-v2-lite": (small_models.folder, "deepseek-v2-lite", {}),
-    "qwen3 in eight bits": (lambda case: packed_models.folders(case)[0], "qwen3", {"kv_cache_dtype": "fp8"}),
-    "deepseek-v3 in eight bits": (
-        lambda case: packed_models.folders(case)[0],
-        "deepseek-v3",
-        {"kv_cache_dtype": "fp8"},
-    ),
+    "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
+    "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
 }
 
@@ -205,39 +222,22 @@ def check_nothing_is_new(
     folder, name, options = CASES[case]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder = Recorder()
-    noting = (
-        beside(Ops, OPS, TWINS),
-        beside(SamplingOps, SAMPLING_OPS, sampling_twin),
-        beside(InputOps, step_inputs, torch_inputs),
-    )
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
     asked = limits | options | {"enforce_eager": enforce_eager}
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **asked)
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting_ops(), **asked)
     warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
     assert warm and (num_graphs == 0) == enforce_eager
-    for length in lengths:  # a prompt, then one more token
-        sequence = Sequence(0, [length % 160] * length, length)
-        driver._announce(sequence)
-        driver.advance(sequence)
-        driver.advance(sequence)
-        release(driver, sequence)
+    prompts_of(driver, lengths)
     traffic(driver, np.random.default_rng(0), num_steps)
     assert noted - warm == set()
     assert len(recorder.graphs) == num_graphs and len(variants()) == num_variants
 
 
-SLOW = (
-    "gemma3",
-    "qwen3 in eight bits",
-    "deepseek-v2-lite",
-    "lfm2",
-    "granite4-mamba",
-)  # of these the others have every kernel
+# Between them these have every kernel.
+FAST = ("qwen3", "qwen3-moe", "deepseek-v3 in eight bits", "qwen3.5")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
-)
+@pytest.mark.parametrize("case", hardest(CASES, *FAST))
 def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str) -> None:
     lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
     num_steps = 25
@@ -264,23 +264,13 @@ def test_no_request_with_an_adapter_compiles_anything(
     open_store = AdapterStore.__init__
     monkeypatch.setattr(AdapterStore, "__init__", open_on_places)
     monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add)
-    noting = (
-        beside(Ops, OPS, TWINS),
-        beside(SamplingOps, SAMPLING_OPS, sampling_twin),
-        beside(InputOps, step_inputs, torch_inputs),
-    )
     limits = {"dtype": "bfloat16", "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": LONGEST}
     options = limits | {"enforce_eager": True, "enable_lora": True, "max_loras": 2}
-    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), noting, **options)
+    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), noting_ops(), **options)
     warm = noted.copy()
     path = Adapter(case, tmp_path, 0).path
     key = driver.executor.load_adapter(str(path)).key
-    for length in (1, 2, 17, 33, 64):
-        sequence = Sequence(0, [length] * length, length, adapter=key)
-        driver._announce(sequence)
-        driver.advance(sequence)
-        driver.advance(sequence)
-        release(driver, sequence)
+    prompts_of(driver, (1, 2, 17, 33, 64), key)
     traffic(driver, np.random.default_rng(0), 6, (key, None), 6, 64)
     assert {"_inner", "_outer"} <= {kernel for kernel, *_ in warm}
     assert noted - warm == set()
