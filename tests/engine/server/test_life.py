@@ -158,19 +158,23 @@ def test_a_second_signal_does_not_wait() -> None:
         assert stream.finish()[-1] == "cut off"
 
 
-ENDS = {  # the time to drain, the signal, and the message of the error, with which the process fails
-    "the drain takes too long": (0.3, signal.SIGTERM, None),
-    "the engine is dead": (60.0, signal.SIGUSR1, "the core was killed"),
-    "the engine hangs": (60.0, signal.SIGUSR2, "the engine is closed"),
+ENDS = {  # the time to drain, the signals, and the message of the error, with which the process fails
+    "the drain takes too long": (0.3, [signal.SIGTERM], None),
+    "the engine is dead": (60.0, [signal.SIGUSR1], "the core was killed"),
+    "the engine dies during the drain": (60.0, [signal.SIGTERM, signal.SIGUSR1], "the core was killed"),
+    "the engine hangs": (60.0, [signal.SIGUSR2], "the engine is closed"),
 }
 
 
 @pytest.mark.parametrize("why", ENDS)
 def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
-    drain_timeout_s, number, message = ENDS[why]
+    drain_timeout_s, numbers, message = ENDS[why]
     with process(drain_timeout_s) as server:
         stream = Stream(server, 900)
-        server.signal(number)
+        server.signal(numbers[0])
+        for number in numbers[1:]:
+            until(lambda: server.http.get("/ready").status_code == 503)
+            server.signal(number)
         *_, last, done = map(str, stream.finish())
         assert done == "[DONE]"
         if message is None:
