@@ -58,11 +58,6 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # [positions, layers, top_k] int16 little-endian
 
 
-def join_routed(parts: Sequence[RoutedExperts]) -> RoutedExperts | None:
-    """Join the choices for consecutive positions; None if there are none."""
-    return msgspec.structs.replace(parts[0], ids=b"".join(part.ids for part in parts)) if parts else None
-
-
 def is_penalized(sampling: Sampling) -> bool:
     """Return whether the sampling distribution depends on the request's earlier tokens."""
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0

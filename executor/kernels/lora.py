@@ -154,19 +154,13 @@ class LoraSlots:
 
     def runs(self, numbers: np.ndarray) -> "SlotRuns":
         """Return the runs of tokens with these numbers [T] of adapters."""
-        return SlotRuns(self, send_list(self._tiles(numbers), torch.int32, self._device))
+        return SlotRuns(self, send_list(self.tiles(numbers), torch.int32, self._device))
 
-    def fixed_runs(self, most: int) -> "SlotRuns":
-        """Return `most` runs at a fixed address, for a graph; `set_runs` writes them."""
-        return SlotRuns(self, torch.zeros(most, 3, dtype=torch.int32, device=self._device))
+    def fixed_runs(self, most_tiles: int) -> "SlotRuns":
+        """Return runs at a fixed address, for a graph; `SlotRuns.set` writes them before a replay."""
+        return SlotRuns(self, torch.zeros(most_tiles, 3, dtype=torch.int32, device=self._device))
 
-    def set_runs(self, runs: "SlotRuns", numbers: np.ndarray) -> None:
-        """Let runs of `fixed_runs` be those of tokens with these numbers [T]. The rest has no rows."""
-        tiles = self._tiles(numbers)
-        spare = len(runs.tiles) - len(tiles)
-        runs.tiles.copy_(send_list([*tiles, *[(0, 0, 0)] * spare], torch.int32, self._device))
-
-    def _tiles(self, numbers: np.ndarray) -> list[tuple[int, int, int]]:
+    def tiles(self, numbers: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the first row, number of rows and slot of every tile, after giving each adapter a slot."""
         runs = find_runs(numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
@@ -205,11 +199,17 @@ class SlotRuns:
     """The runs of a step's rows with adapters, cut into tiles for the GPU kernel."""
 
     def __init__(self, of: LoraSlots, tiles: Tensor) -> None:
-        self._of, self.tiles = of, tiles
+        self._of, self._tiles = of, tiles
+
+    def set(self, numbers: np.ndarray) -> None:
+        """Change the runs in place to those of tokens with these numbers [T]. Tiles that are left over have no rows."""
+        tiles = self._of.tiles(numbers)
+        spare = len(self._tiles) - len(tiles)
+        self._tiles.copy_(send_list([*tiles, *[(0, 0, 0)] * spare], torch.int32, self._tiles.device))
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        if len(self.tiles):
-            self._of.add(product, x, y, self.tiles)
+        if len(self._tiles):
+            self._of.add(product, x, y, self._tiles)
 
 
 def _load_kernel() -> Callable[..., None]:

@@ -39,6 +39,11 @@ class Adapted:
         if (number := self._numbers.get(linear)) is not None:
             self.runs.add(number, x, y)
 
+    def set(self, numbers: np.ndarray, starts: np.ndarray) -> None:
+        """Let the adapters of a graph be those of a step: numbers [R] of the rows, token starts [R + 1]."""
+        assert isinstance(self.runs, SlotRuns)
+        self.runs.set(np.repeat(numbers, np.diff(starts)))
+
     @property
     def wanted(self) -> "Adapted":
         """The same adapters, restricted to the tokens in `ForwardBatch.wanted`."""
@@ -129,14 +134,9 @@ class AdapterStore:
         return Adapted(self._numbers, runs, late)
 
     def in_graph(self, most_tiles: int) -> Adapted:
-        """Return adapters for a graph, at first for no row. `set_rows` changes them before a replay."""
+        """Return adapters for a graph, at first for no row. `Adapted.set` changes them before a replay."""
         assert isinstance(self._weights, LoraSlots)
         return Adapted(self._numbers, self._weights.fixed_runs(most_tiles), None)
-
-    def set_rows(self, adapted: Adapted, numbers: np.ndarray, starts: np.ndarray) -> None:
-        """Let the adapters of a graph be those of a step: numbers [R] of the rows, token starts [R + 1]."""
-        assert isinstance(self._weights, LoraSlots) and isinstance(adapted.runs, SlotRuns)
-        self._weights.set_runs(adapted.runs, np.repeat(numbers, np.diff(starts)))
 
     def _read(self, folder: PeftFolder) -> list[LoraProduct]:
         """Read the adapter's matrices for each product. Shapes and names are checked before anything is read."""

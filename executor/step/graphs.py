@@ -123,7 +123,8 @@ class DecodeGraphs:
         bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
         self._inputs.send_singles(layout, bucket)
         self._last = self._captured[bucket, numbers is not None]
-        _set_adapters(self._adapters, self._last.adapted, layout, numbers)
+        if self._last.adapted is not None and numbers is not None:
+            self._last.adapted.set(numbers, layout.query_starts)
         self._last.forward.replay()
         hidden, made = self._last.made
         return hidden[:rows], made
@@ -208,7 +209,8 @@ class ChunkGraphs:
         rows = self._rows(tokens)
         self._inputs.send_padded(layout, rows, tokens)
         adapted, graph, (hidden, made) = self._captured[tokens, numbers is not None]
-        _set_adapters(self._adapters, adapted, layout, numbers)
+        if adapted is not None and numbers is not None:
+            adapted.set(numbers, layout.query_starts)
         graph.replay()
         return self._inputs.select_samples(rows, int(layout.samples.sum()), hidden, made)
 
@@ -225,14 +227,6 @@ class ChunkGraphs:
     def _compute(self, tokens: int, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_padded(self._rows(tokens), tokens, self._max_context)
         return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
-
-
-def _set_adapters(
-    store: AdapterStore | None, adapted: Adapted | None, layout: Layout, numbers: np.ndarray | None
-) -> None:
-    """Let a graph with adapters read those of the step."""
-    if store is not None and adapted is not None and numbers is not None:
-        store.set_rows(adapted, numbers, layout.query_starts)
 
 
 def without_tokens(made: RowTensors) -> RowTensors:
