@@ -120,7 +120,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     is_refusal: bool = False  # with an error: the request itself is invalid
     weights_version: int = 0  # version of the weights that computed `tokens`
     # For positions since the last output: first those of the prompt, then always the token before the new one.
-    routed: RoutedExperts | None = None
+    routed: list[RoutedExperts] = []
 
 
 class Stats(msgspec.Struct, array_like=True):

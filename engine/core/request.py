@@ -12,7 +12,7 @@ from itertools import chain
 
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Reuse, Submit
-from penstock.executor.protocol import Admission, RoutedExperts, Row, TokenLogprobs, is_penalized, join_routed
+from penstock.executor.protocol import Admission, RoutedExperts, Row, TokenLogprobs, is_penalized
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]  # for each table: its first new entry, and the entries from there on
 NO_NEWS: tuple[int, tuple[int, ...], Tables, tuple[int, ...], tuple[int, ...]] = (0, (), (), (), ())
@@ -247,7 +247,7 @@ class Request:
             self.num_preemptions,
             is_refusal,
             self.weights_version,
-            join_routed(routed),
+            routed,
         )
 
     def add_routed(self, row: Row, found: RoutedExperts) -> None:
@@ -298,8 +298,7 @@ class WaitingQueue:
 
     A preempted request keeps its time of arrival, so it is resumed before any younger request of its priority. A
     request that has waited longer than `patience_s` is admitted before all priorities: a stream of urgent requests
-    delays the others but cannot starve them. Both orders are sorted lists: to insert one request
-    among 4,096 takes about a microsecond.
+    delays the others but cannot starve them. Both orders are sorted lists: an insertion into 4,096 takes microseconds.
     """
 
     def __init__(self, patience_s: float) -> None:

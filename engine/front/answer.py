@@ -16,7 +16,7 @@ from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.stop_strings import StopStrings
-from penstock.executor.protocol import RoutedExperts, TokenLogprobs, join_routed
+from penstock.executor.protocol import RoutedExperts, TokenLogprobs
 
 
 class Update(msgspec.Struct):
@@ -31,7 +31,8 @@ class Update(msgspec.Struct):
     error: str | None = None
     is_refusal: bool = False  # with an error: the request itself is invalid
     versions: list[int] = []  # weights version of each token; []: the initial weights
-    routed: RoutedExperts | None = None  # as in `Output`
+    routed: list[RoutedExperts] = []  # as in `Output`
+
     arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
@@ -50,7 +51,7 @@ def joined(updates: Sequence[Update]) -> Update:
         versions=[each for update in updates for each in update.versions or [0] * len(update.token_ids)]
         if has_versions
         else [],
-        routed=join_routed([update.routed for update in updates if update.routed is not None]),
+        routed=[part for update in updates for part in update.routed],
     )
 
 

@@ -136,11 +136,14 @@ def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
     return EmbeddingOutput((unit_length(vector) if normalize else vector).tolist())
 
 
+def routed_experts(update: Update) -> np.ndarray | None:
+    """Return the update's experts, [positions, layers, experts per token] int16; None if it has none."""
+    ids = bytearray().join(part.ids for part in update.routed)  # of a bytearray the array is writable
+    return np.frombuffer(ids, "<i2").reshape(-1, update.routed[0].layers, update.routed[0].top_k) if ids else None
+
+
 def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
-    entries, routed = update.logprobs, update.routed
-    experts = None
-    if routed is not None:
-        experts = np.frombuffer(bytearray(routed.ids), "<i2").reshape(-1, routed.layers, routed.top_k)
+    entries = update.logprobs
     return CompletionOutput(
         index=update.index,
         text=update.text,
@@ -150,5 +153,5 @@ def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
         logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
         cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
         weights_versions=update.versions or None,
-        routed_experts=experts,
+        routed_experts=routed_experts(update),
     )

@@ -33,7 +33,8 @@ def grammar(
     if calls is not None and not calls.must and answer is None:
         return rules.lark(lead + _optional(rules, calls, thinking))
     ways = [rules.answer(answer, thinking)] if answer is not None else []
-    ways += [_forced(rules, calls)] if calls is not None else []
+    if calls is not None:
+        ways.append(f"{rules.text(calls.form.start)} {_block(rules, calls, calls.form.before_name)}")
     return rules.lark(f"{lead}{'BLANK ' if lead else ''}({' | '.join(ways)})")
 
 
@@ -56,11 +57,6 @@ def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer
     if calls is None or not calls.must:
         ends.append(f"{text(f'{CHANNEL}final{MESSAGE}')} {'TEXT' if answer is None else rules.answer(answer)}")
     return rules.lark(f"({' | '.join(lead)})* ({' | '.join(ends)})")
-
-
-def _forced(rules: Rules, calls: Calls) -> str:
-    """Return the Lark expression for an answer that consists of calls only."""
-    return f"{rules.text(calls.form.start)} {_block(rules, calls, calls.form.before_name)}"
 
 
 def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.engine.front.answer import Answer, Update, joined
+from penstock.engine.front.results import routed_experts
 from penstock.engine.messages import Reuse
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
@@ -102,10 +103,9 @@ def token_fields(request: GenerateRequest, update: Update) -> Json:
     fields: Json = {"token_ids": update.token_ids}
     if update.versions:
         fields["weights_versions"] = update.versions
-    if (routed := update.routed) is not None:
-        positions = len(routed.ids) // (2 * routed.layers * routed.top_k)
-        data = base64.b64encode(routed.ids).decode()
-        fields["routed_experts"] = {"shape": [positions, routed.layers, routed.top_k], "dtype": "int16", "data": data}
+    if (experts := routed_experts(update)) is not None:
+        data = base64.b64encode(experts.tobytes()).decode()
+        fields["routed_experts"] = {"shape": experts.shape, "dtype": "int16", "data": data}
     return fields
 
 

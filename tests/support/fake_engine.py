@@ -208,7 +208,7 @@ class FakeEngine:
         is_stop = token in (params.stop_token_ids or ()) or (token == EOS and not params.ignore_eos)
         first = position == 0
         positions = range(len(prompt)) if first else [len(prompt) + position - 1]  # the expert of each is its number
-        experts = RoutedExperts(1, 1, array("h", positions).tobytes()) if params.return_training_data else None
+        experts = [RoutedExperts(1, 1, array("h", positions).tobytes())] if params.return_training_data else []
         return Output(
             name,
             [token],
