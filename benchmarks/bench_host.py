@@ -24,11 +24,10 @@ from tests.support.twins import torch_inputs
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.kernels import RowTensors
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
-from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.runner import Launched, ModelRunner
 
@@ -42,18 +41,18 @@ SAMPLINGS = {
 
 
 class IdleGraphs:
-    """A stand-in for `DecodeGraphs` that sends a step's inputs and computes nothing."""
+    """A stand-in for `StepGraphs` that sends a decode step's inputs and computes nothing."""
 
     def __init__(self, inputs: DeviceInputs, num_slots: int) -> None:
-        self._inputs, self._hidden = inputs, torch.zeros(num_slots, 1)
+        self._inputs = inputs
         self._tokens, self._largest = torch.full((num_slots,), 7), torch.zeros(num_slots)
 
-    def takes(self, layout: Layout) -> bool:
-        return layout.num_tokens == len(layout.slots)
+    def size_for(self, layout: Layout) -> PaddedSize | None:
+        rows = len(layout.slots)
+        return PaddedSize(rows, rows, False) if layout.num_tokens == rows else None
 
-    def forward(self, layout: Layout) -> tuple[torch.Tensor, RowTensors | None]:
-        self._inputs.send_singles(layout, len(layout.slots))
-        return self._hidden, None
+    def forward(self, size: PaddedSize, layout: Layout, _numbers: None) -> None:
+        self._inputs.send_padded(layout, size)
 
     def sample(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[:rows], self._largest[:rows]
@@ -61,6 +60,8 @@ class IdleGraphs:
 
 class NoModel:
     """A stand-in for the model in prefill steps, which are not measured."""
+
+    experts: tuple[()] = ()
 
     def forward(self, batch: Any, pages: None) -> torch.Tensor:
         return torch.zeros(len(batch.tokens) if batch.wanted is None else len(batch.wanted), 1)

@@ -30,7 +30,7 @@ from penstock.executor.protocol import (
     WeightsError,
 )
 from penstock.executor.sampling.sampler import Sampler
-from penstock.executor.step.graphs import CHUNK_BUCKETS, ChunkGraphs, CudaGraphs, DecodeGraphs, choose_buckets
+from penstock.executor.step.graphs import CHUNK_BUCKETS, CudaGraphs, StepGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
     CONTEXT_BYTES,
@@ -299,15 +299,14 @@ class Rank:
             sampler = Sampler(self._loaded.spec.vocab_size, config.max_num_seqs, device, ops)
         inputs = open_inputs(config, max_model_len, device, self._layout)
         pages = layer_pages(kv, self._layout)
-        graphs, chunks, adapters = None, None, self._loaded.adapters
+        graphs, adapters = None, self._loaded.adapters
         if buckets:
             assert ops is not None and isinstance(inputs, DeviceInputs)
-            graphs = DecodeGraphs(inputs, model, pages, ops, buckets, CudaGraphs, self._group, adapters)
-            if tokens := self._chunk_buckets():
-                chunks = ChunkGraphs(inputs, model, pages, tokens, graphs.forward_pool, adapters)
+            tokens = self._chunk_buckets()
+            graphs = StepGraphs(inputs, model, pages, ops, buckets, tokens, CudaGraphs, self._group, adapters)
         head = self._loaded.label_head
         return ModelRunner(
-            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, chunks, head, adapters
+            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head, adapters
         )
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:

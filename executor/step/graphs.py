@@ -1,5 +1,5 @@
-"""Steps as CUDA graphs: steps of single-token rows, captured once per number of rows, and steps with prompt chunks,
-captured once per number of tokens.
+"""Steps as CUDA graphs: decode steps, of single-token rows, captured once per number of rows, and the forward pass of
+steps with prompt chunks, captured once per number of tokens.
 
 Launching the few hundred kernels of a step one by one takes the host longer than a small model takes to compute it. A
 graph has fixed shapes, so steps are padded to one of a few *buckets* with rows that read nothing and write to addresses
@@ -10,6 +10,10 @@ it took. Only one graph runs at a time, so the graphs of a kind share a memory p
 capture is reused by the next. Forward passes and draws have separate pools, because the results of a draw are still
 being copied to the host while the next forward pass runs.
 
+Of a step with prompts only the device knows the rows; at most MAX_SEVERAL of them have several tokens. The device
+computes such a step faster than the host can launch its kernels. Models with latents or recurrent states have no such
+graphs, because their layers plan on the host.
+
 Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
 graphs match. Each bucket runs every collective in its size before the capture, so the communicator is connected.
@@ -18,6 +22,7 @@ Where LoRA is enabled, every graph is captured a second time with adapters. It h
 as any step of its size may need, and those that a step does not use have no rows.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +40,7 @@ from penstock.executor.models.adapters import Adapted, AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
-from penstock.executor.step.inputs import DeviceInputs, Samples
+from penstock.executor.step.inputs import DeviceInputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 
@@ -77,81 +82,100 @@ class CudaGraphs:
         return graph, made
 
 
-class DecodeGraphs:
+class StepGraphs:
     def __init__(
         self,
         inputs: DeviceInputs,
         model: Decoder,
         pages: KvPages,
         sampling: SamplingOps,
-        buckets: Sequence[int],
+        row_buckets: Sequence[int],
+        token_buckets: Sequence[int],
         open_pool: Callable[[], CudaGraphs],
         group: RankGroup,
         adapters: AdapterStore | None,
     ) -> None:
+        """`row_buckets` are the numbers of rows of decode steps, `token_buckets` those of tokens of steps with prompts,
+        both ascending."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group
-        self.forward_pool, self._draw_pool = open_pool(), open_pool()
-        self._buckets, self._adapters = np.array(buckets), adapters
-        self._captured: dict[tuple[int, bool], _Captured] = {}  # by bucket, and whether rows have adapters
+        self._forward_pool, self._draw_pool = open_pool(), open_pool()
+        self._adapters = adapters
+        self._decode = [PaddedSize(rows, rows, False) for rows in row_buckets]
+        # A row for each slot and one for the padding.
+        self._prompts = [PaddedSize(min(inputs.num_slots + 1, tokens), tokens, True) for tokens in token_buckets]
+        self._captured: dict[tuple[PaddedSize, bool], _Captured] = {}  # by size, and whether rows have adapters
         self._last: _Captured | None = None  # the graphs of the last replayed forward pass
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], None]) -> None:
         """Capture all graphs. Nothing else may be in flight."""
-        largest_first = self._buckets[::-1].tolist()
-        for bucket in quarters(largest_first, len(largest_first), "Captured the graphs of {} of {} buckets", progress):
-            self._captured[bucket, False] = self._capture(bucket, None)
+        sizes = [*reversed(self._prompts), *reversed(self._decode)]  # those with prompts are larger
+        for size in quarters(sizes, len(sizes), "Captured the graphs of {} of {} sizes of steps", progress):
+            self._captured[size, False] = self._capture(size, None)
             if self._adapters is not None:
-                self._captured[bucket, True] = self._capture(bucket, self._adapters.in_graph(bucket))
+                # In a prompt, the last tile of each row may be partly filled.
+                most_tiles = size.rows + size.tokens // ROWS * size.has_prompts
+                self._captured[size, True] = self._capture(size, self._adapters.in_graph(most_tiles))
 
-    def takes(self, layout: Layout) -> bool:
-        """Tell whether a graph can run the step: every row has one token and samples, and no recurrent state goes
-        through several rows."""
-        return (
-            layout.num_tokens == len(layout.slots)
-            and len(layout.slots) <= self._buckets[-1]
-            and bool(layout.samples.all())
-            and not (layout.has_drafts and self._inputs.has_states)
-        )
+    def size_for(self, layout: Layout) -> PaddedSize | None:
+        """Return the size of the graph that can run the step, or None.
 
-    def forward(self, layout: Layout, numbers: np.ndarray | None) -> tuple[Tensor, RowTensors]:
-        """Return the hidden states [R, hidden] and the row tensors, [R] each; the next call overwrites both.
+        Every row of a decode step must sample, and no recurrent state may go through several rows."""
+        if layout.num_tokens > len(layout.slots):
+            sizes = self._prompts
+            is_fit = len(layout.slots) - layout.num_single_rows <= MAX_SEVERAL and not layout.has_drafts
+        else:
+            sizes = self._decode
+            is_fit = bool(layout.samples.all()) and not (layout.has_drafts and self._inputs.has_states)
+        index = bisect_left(sizes, layout.num_tokens, key=lambda size: size.tokens)
+        return sizes[index] if is_fit and index < len(sizes) else None
+
+    def forward(self, size: PaddedSize, layout: Layout, numbers: np.ndarray | None) -> None:
+        """Compute the hidden states of a step; `results` returns them, and the next call overwrites them.
 
         numbers [R]: the rows' adapters; None if no row has one."""
-        rows = len(layout.slots)
-        bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
-        self._inputs.send_singles(layout, bucket)
-        self._last = self._captured[bucket, numbers is not None]
+        self._inputs.send_padded(layout, size)
+        self._last = self._captured[size, numbers is not None]
         if self._last.adapted is not None and numbers is not None:
             self._last.adapted.set(numbers, layout.query_starts)
         self._last.forward.replay()
-        hidden, made = self._last.made
-        return hidden[:rows], made
+
+    def results(self, size: PaddedSize, layout: Layout) -> tuple[Samples, Tensor]:
+        """Return the inputs of sampling, and the hidden states of the rows that sample, of the last `forward`."""
+        assert self._last is not None
+        (hidden, made), rows = self._last.made, len(layout.slots)
+        if size.has_prompts:
+            return self._inputs.select_samples(size.rows, int(layout.samples.sum()), hidden, made)
+        return Samples(made.targets[:rows], tuple(tensor[:rows] for tensor in made.draw())), hidden[:rows]
 
     def sample(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Sample for the last `forward`: return the tokens [R], which are also written to the token table, and on the
-        first rank the largest logits [R].
+        """Sample for the last `forward`, of a decode step: return the tokens [R], which are also written to the token
+        table, and on the first rank the largest logits [R].
 
         Only for requests without edits or log-probabilities. The next call overwrites both; the next `forward` does
         not."""
-        assert self._last is not None
-        self._last.draw.replay()
-        tokens, largest = self._last.drawn
+        assert self._last is not None and self._last.draw is not None
+        graph, (tokens, largest) = self._last.draw
+        graph.replay()
         return tokens[:rows], largest[:rows]
 
-    def _capture(self, bucket: int, adapted: Adapted | None) -> "_Captured":
-        """Capture a bucket with padding rows only, which read nothing and write to addresses that are never read."""
-        self._inputs.send_singles(Layout([]), bucket)
-        self._draw(*self._compute(bucket, adapted))  # runs what happens only on a first call, outside of the graph
-        forward, made = self.forward_pool.capture(lambda: self._compute(bucket, adapted))
+    def _capture(self, size: PaddedSize, adapted: Adapted | None) -> "_Captured":
+        """Capture a size with padding rows only, which read nothing and write to addresses that are never read."""
+        self._inputs.send_padded(Layout([]), size)
+        made = self._compute(size, adapted)  # runs what happens only on a first call, outside of the graph
+        if not size.has_prompts:
+            self._draw(*made)
+        forward, made = self._forward_pool.capture(partial(self._compute, size, adapted))
         forward.replay()  # uploads the graph to the device, and computes the input of the draw
-        draw, drawn = self._draw_pool.capture(lambda: self._draw(*made))
-        draw.replay()
-        return _Captured(adapted, forward, made, draw, drawn)
+        if size.has_prompts:
+            return _Captured(adapted, forward, made, None)
+        draw = self._draw_pool.capture(lambda: self._draw(*made))
+        draw[0].replay()
+        return _Captured(adapted, forward, made, draw)
 
-    def _compute(self, bucket: int, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
-        batch, made = self._inputs.compute_singles(bucket, self._max_context)
+    def _compute(self, size: PaddedSize, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
+        batch, made = self._inputs.compute_padded(size, self._max_context)
         return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
 
     def _draw(self, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Tensor]:
@@ -165,70 +189,6 @@ class DecodeGraphs:
         return tokens, largest
 
 
-class ChunkGraphs:
-    """Graphs of the forward pass of steps with prompt chunks, possibly with single-token rows. Steps are padded to one
-    of a few numbers of tokens. Only the device knows the rows; at most MAX_SEVERAL of them have several tokens.
-
-    The device computes such a step faster than the host can launch its kernels. Models with latents or recurrent states
-    have no such graphs, because their layers plan on the host."""
-
-    def __init__(
-        self,
-        inputs: DeviceInputs,
-        model: Decoder,
-        pages: KvPages,
-        buckets: Sequence[int],
-        pool: CudaGraphs,
-        adapters: AdapterStore | None,
-    ) -> None:
-        self._inputs, self._model, self._pages, self._pool = inputs, model, pages, pool
-        self._max_context = inputs.width - 1
-        self._buckets, self._adapters = np.array(buckets), adapters
-        self._captured: dict[tuple[int, bool], _CapturedChunk] = {}  # by tokens, and whether rows have adapters
-
-    @torch.inference_mode()
-    def capture(self, progress: Callable[[str], None]) -> None:
-        largest_first = self._buckets[::-1].tolist()
-        for tokens in quarters(largest_first, len(largest_first), "Captured {} of {} graphs of prompts", progress):
-            self._inputs.send_padded(Layout([]), self._rows(tokens), tokens)
-            self._captured[tokens, False] = self._capture(tokens, None)
-            if self._adapters is not None:
-                most_tiles = tokens // ROWS + self._rows(tokens)  # the last tile of each row may be partly filled
-                self._captured[tokens, True] = self._capture(tokens, self._adapters.in_graph(most_tiles))
-
-    def takes(self, layout: Layout) -> bool:
-        return (
-            layout.num_tokens <= self._buckets[-1]
-            and 0 < len(layout.slots) - layout.num_single_rows <= MAX_SEVERAL
-            and not layout.has_drafts
-        )
-
-    def forward(self, layout: Layout, numbers: np.ndarray | None) -> tuple[Tensor, Samples]:
-        """Return the hidden states of the rows that sample, as copies: the next graph overwrites its results."""
-        tokens = int(self._buckets[np.searchsorted(self._buckets, layout.num_tokens)])
-        rows = self._rows(tokens)
-        self._inputs.send_padded(layout, rows, tokens)
-        adapted, graph, (hidden, made) = self._captured[tokens, numbers is not None]
-        if adapted is not None and numbers is not None:
-            adapted.set(numbers, layout.query_starts)
-        graph.replay()
-        return self._inputs.select_samples(rows, int(layout.samples.sum()), hidden, made)
-
-    def _rows(self, tokens: int) -> int:
-        """Return the number of rows: one for each slot and one for the padding, at most the number of tokens."""
-        return min(self._inputs.num_slots + 1, tokens)
-
-    def _capture(self, tokens: int, adapted: Adapted | None) -> "_CapturedChunk":
-        self._compute(tokens, adapted)
-        graph, made = self._pool.capture(partial(self._compute, tokens, adapted))
-        graph.replay()
-        return _CapturedChunk(adapted, graph, made)
-
-    def _compute(self, tokens: int, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
-        batch, made = self._inputs.compute_padded(self._rows(tokens), tokens, self._max_context)
-        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
-
-
 def without_tokens(made: RowTensors) -> RowTensors:
     """Drop the tensors that only the forward pass reads, so that other graphs can reuse their memory."""
     nothing = made.tokens[:0]
@@ -236,18 +196,9 @@ def without_tokens(made: RowTensors) -> RowTensors:
 
 
 class _Captured(NamedTuple):
-    """The graphs of one bucket."""
+    """The graphs of one size."""
 
     adapted: Adapted | None
     forward: torch.cuda.CUDAGraph
     made: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
-    draw: torch.cuda.CUDAGraph
-    drawn: tuple[Tensor, Tensor]
-
-
-class _CapturedChunk(NamedTuple):
-    """The graph of one number of tokens."""
-
-    adapted: Adapted | None
-    forward: torch.cuda.CUDAGraph
-    made: tuple[Tensor, RowTensors]
+    draw: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None  # and its results; only for decode steps

@@ -43,6 +43,14 @@ class Samples(NamedTuple):
     options: tuple[Tensor, ...] | None
 
 
+class PaddedSize(NamedTuple):
+    """The size that a step is padded to. Without prompts every row is a token."""
+
+    rows: int
+    tokens: int
+    has_prompts: bool
+
+
 def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
     """Return the tokens and blocks of a slot; the token sampled at the very end is stored but never computed."""
     return max_model_len + 1, -(-max_model_len // block_size)
@@ -184,40 +192,25 @@ class DeviceInputs:
         batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, states)
         return batch, Samples(made.targets.index_select(0, sampled), drawn)
 
-    def send_singles(self, layout: Layout, bucket: int) -> None:
-        """Send single-token rows, padded to `bucket` rows; the header's row count excludes the padding."""
-        spare = np.zeros(bucket - len(layout.slots), dtype=np.int64)
+    def send_padded(self, layout: Layout, size: PaddedSize) -> None:
+        """Send the rows of a step, padded to `size`; the header's row count excludes the padding. Every padding row has
+        a token as long as there are any, and the last one the rest. With prompts, the rows that sample and their last
+        tokens follow, for `select_samples`."""
+        real, spare = len(layout.slots), np.zeros(size.rows - len(layout.slots), dtype=np.int64)
+        ends = np.minimum(layout.num_tokens + 1 + np.arange(len(spare)), size.tokens)
+        ends[-1:] = size.tokens
         columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
-        self._send([[len(layout.slots), 0, 0, 0], np.arange(bucket + 1), *columns])
+        parts = [[real, 0, 0, 0], layout.query_starts, ends, *columns]
+        if size.has_prompts:
+            samples = np.flatnonzero(layout.samples)
+            parts += [samples, layout.query_starts[samples + 1] - 1]
+        self._send(parts)
 
-    def compute_singles(self, bucket: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
-        """Return a batch of `bucket` rows from the last block sent. Padding has context 0 and writes to block 0."""
-        return self._compute(bucket, bucket, 1, max_context)
-
-    def send_padded(self, layout: Layout, rows: int, tokens: int) -> None:
-        """Send the rows of a step, padded to `rows` rows and `tokens` tokens. The first padding row holds all padding
-        tokens. The rows that sample and their last tokens follow, for `select_samples`."""
-        real, spare = len(layout.slots), np.zeros(rows - len(layout.slots), dtype=np.int64)
-        samples = np.flatnonzero(layout.samples)
-        starts = np.append(layout.query_starts, np.full(rows - real, tokens))
-        columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
-        self._send([[real, 0, 0, 0], starts, *columns, samples, layout.query_starts[samples + 1] - 1])
-
-    def compute_padded(self, rows: int, tokens: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
-        """Return the batch of the rows sent last. Padding has a context of 0 and writes to block 0."""
-        batch, made = self._compute(rows, tokens, tokens, max_context)
-        batch = replace(
-            batch,
-            num_single_rows=0,
-            query_lens=(tokens, *(0,) * (rows - 1)),
-            query_contexts=(max_context,) * rows,
-            single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
-        )
-        return batch, made
-
-    def _compute(self, rows: int, tokens: int, longest: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
-        """Return a batch whose rows all count as single ones, with block tables as wide as any step needs."""
-        made, others = self._prepare(rows, tokens, longest, self._state.offsets.max_blocks)
+    def compute_padded(self, size: PaddedSize, max_context: int) -> tuple[ForwardBatch, RowTensors]:
+        """Return the batch of the rows sent last, with block tables as wide as any step needs. Padding has context 0
+        and writes to block 0."""
+        rows, tokens, has_prompts = size
+        made, others = self._prepare(rows, tokens, tokens if has_prompts else 1, self._state.offsets.max_blocks)
         batch = ForwardBatch(
             *self._tensors(made),
             wanted=None,
@@ -229,14 +222,22 @@ class DeviceInputs:
             group_of=self._group_of,
             states=self._state_batch(rows),
         )
+        if has_prompts:
+            batch = replace(
+                batch,
+                num_single_rows=0,
+                query_lens=(tokens, *(0,) * (rows - 1)),
+                query_contexts=(max_context,) * rows,
+                single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
+            )
         return batch, made
 
-    def select_samples(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Samples]:
-        """Return the hidden states to sample from, for the rows that `send_padded` sent last."""
+    def select_samples(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Samples, Tensor]:
+        """Return the inputs of sampling and its hidden states as copies, for the rows that `send_padded` sent last."""
         end = HEADER + 1 + 4 * rows
         sampled, last = self._packed[end : end + 2 * num_samples].long().view(2, num_samples)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
-        return hidden.index_select(0, last), Samples(made.targets.index_select(0, sampled), drawn)
+        return Samples(made.targets.index_select(0, sampled), drawn), hidden.index_select(0, last)
 
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
         """Call `InputOps.prepare` for each attention group; of later groups only the block-related tensors are kept."""

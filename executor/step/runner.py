@@ -22,8 +22,8 @@ from penstock.executor.protocol import Admission, RoutedExperts, Row, Step, Step
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
-from penstock.executor.step.graphs import ChunkGraphs, DecodeGraphs
-from penstock.executor.step.inputs import Inputs, Samples
+from penstock.executor.step.graphs import StepGraphs
+from penstock.executor.step.inputs import Inputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 from penstock.executor.step.pooling import Pooler, embedding_bytes
@@ -60,15 +60,14 @@ class ModelRunner:
         group: RankGroup,
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
-        graphs: DecodeGraphs | None = None,
-        chunks: ChunkGraphs | None = None,
+        graphs: StepGraphs | None = None,
         label_head: torch.Tensor | None = None,  # [labels, hidden], float32
         adapters: AdapterStore | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._chunks, self._label_head, self._adapters = graphs, chunks, label_head, adapters
+        self._graphs, self._label_head, self._adapters = graphs, label_head, adapters
         # Adapter numbers of the store, by slot.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
@@ -80,9 +79,7 @@ class ModelRunner:
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
-        """Capture all graphs before the first step; return whether there are decode graphs."""
-        if self._chunks is not None:  # the larger graphs first, because they share a pool
-            self._chunks.capture(progress)
+        """Capture all graphs before the first step; return whether there are any."""
         if self._graphs is not None:
             self._graphs.capture(progress)
         return self._graphs is not None
@@ -189,13 +186,9 @@ class ModelRunner:
         asks = self._asks_more[layout.slots].any()
         numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
         numbers = None if numbers is None or not numbers.any() else numbers
-        if self._graphs is not None and not asks and self._graphs.takes(layout):
-            self._replay(self._graphs, layout, numbers, launched)
-            return
-        if self._chunks is not None and not asks and self._chunks.takes(layout):
-            hidden, ends = self._chunks.forward(layout, numbers)
-            if layout.samples.any():
-                self._sample(layout, ends, hidden, launched)
+        if self._graphs is not None and not asks and (size := self._graphs.size_for(layout)):
+            self._graphs.forward(size, layout, numbers)
+            self._sample_by_graph(self._graphs, size, layout, launched)
             return
         last = layout.query_starts[1:] - 1
         wanted = self._wanted(layout) if asks else last[layout.samples]
@@ -215,16 +208,14 @@ class ModelRunner:
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
-    def _replay(self, graphs: DecodeGraphs, layout: Layout, numbers: np.ndarray | None, launched: Launched) -> None:
-        """Run a single-token step by graphs: completely, or up to the hidden states if a row needs more than a draw."""
-        num_rows = len(layout.slots)
-        hidden, made = graphs.forward(layout, numbers)
-        if launched.is_masked or not self._is_plain[layout.slots].all():
-            ends = Samples(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
-            self._sample(layout, ends, hidden, launched)
+    def _sample_by_graph(self, graphs: StepGraphs, size: PaddedSize, layout: Layout, launched: Launched) -> None:
+        """Sample after a graph's forward pass: by another graph if all rows of a decode step need only a draw."""
+        if size.has_prompts or launched.is_masked or not self._is_plain[layout.slots].all():
+            if layout.samples.any():
+                self._sample(layout, *graphs.results(size, layout), launched)
             return
         self._outbox.hold()  # the graph overwrites the tokens of the last step
-        tokens, largest = graphs.sample(num_rows)
+        tokens, largest = graphs.sample(len(layout.slots))
         if self._sampler is None:  # the first rank reports the results
             return
         launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -22,8 +21,8 @@ from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorError, Row, Sampling, Step
 from penstock.executor.ranks import rank
 from penstock.executor.step import graphs
-from penstock.executor.step.graphs import DecodeGraphs, choose_buckets
-from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.graphs import StepGraphs, choose_buckets
+from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
@@ -275,18 +274,19 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
 
 
 def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = object.__new__(DecodeGraphs)
-    taken._buckets = np.array([1, 2])
+    taken = object.__new__(StepGraphs)
+    taken._decode, taken._prompts = [PaddedSize(1, 1, False), PaddedSize(2, 2, False)], []
     taken._inputs = SimpleNamespace(has_states=False)  # type: ignore[assignment]
     one, two = Row(0, 3, 1, True), Row(1, 3, 1, True)
-    assert taken.takes(Layout([one, two]))
+    assert taken.size_for(Layout([one, two])) == PaddedSize(2, 2, False)
     drafted = Layout([Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)])
-    assert taken.takes(drafted)
+    assert taken.size_for(drafted)
     taken._inputs = SimpleNamespace(has_states=True)  # type: ignore[assignment]
-    assert taken.takes(Layout([one, two])) and not taken.takes(drafted), "a state goes through one row after the other"
-    assert not taken.takes(Layout([one, Row(1, 3, 2, True)]))
-    assert not taken.takes(Layout([one, Row(1, 3, 1, False)]))
-    assert not taken.takes(Layout([one, two, Row(2, 3, 1, True)]))
+    assert taken.size_for(Layout([one, two]))
+    assert taken.size_for(drafted) is None, "a state goes through one row after the other"
+    assert taken.size_for(Layout([one, Row(1, 3, 2, True)])) is None
+    assert taken.size_for(Layout([one, Row(1, 3, 1, False)])) is None
+    assert taken.size_for(Layout([one, two, Row(2, 3, 1, True)])) is None
 
 
 def test_a_step_may_be_launched_before_the_last_one_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
-from penstock.executor.step.inputs import DeviceInputs, HostInputs
+from penstock.executor.step.inputs import DeviceInputs, HostInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from tests.support.refusals import hardest
 from tests.support.twins import torch_inputs
@@ -174,8 +174,8 @@ def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:
     admit(inputs, admission(0, np.random.default_rng(9)))
     row = Row(0, 0, 1, True, blocks=(7,), groups=((0, (8,)), (0, (9,))), states_in=(4, 5, 6), states_out=(1, 2, 3))
     inputs.take([row])
-    inputs.send_singles(Layout([row]), 3)
-    batch, _ = inputs.compute_singles(3, LENGTH)
+    inputs.send_padded(Layout([row]), PaddedSize(3, 3, False))
+    batch, _ = inputs.compute_padded(PaddedSize(3, 3, False), LENGTH)
     assert [view.kv_slots.tolist() for view in batch.by_layer(4)] == [[slot * BLOCK, 0, 0] for slot in (7, 8, 9, 9)]
     assert batch.states is not None and batch.states.read.tolist() == [[4, 5, 6], [0, 0, 0], [0, 0, 0]]
     assert batch.states.write.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]] and batch.states.is_new.all()
@@ -196,8 +196,9 @@ def test_the_state_pages_of_any_number_of_rows_are_aligned_for_kernels(num_rows:
     inputs.take(rows)
     layout = Layout(rows)
     batches = [inputs.prepare(layout, np.arange(layout.num_tokens))[0]]
-    inputs.send_singles(layout, len(rows))
-    batches.append(inputs.compute_singles(len(rows), LENGTH)[0])
+    size = PaddedSize(len(rows), len(rows), False)
+    inputs.send_padded(layout, size)
+    batches.append(inputs.compute_padded(size, LENGTH)[0])
     for batch in batches:
         assert batch.states is not None
         for tensor in batch.states:
@@ -212,8 +213,8 @@ def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> 
         admit(inputs, each)
     rows = [Row(5, 0, 1, True, blocks=(7,)), Row(2, 1, 1, True, blocks=(9, 3))]
     inputs.take(rows)
-    inputs.send_singles(Layout(rows), 4)
-    batch, made = inputs.compute_singles(4, LENGTH)
+    inputs.send_padded(Layout(rows), PaddedSize(4, 4, False))
+    batch, made = inputs.compute_padded(PaddedSize(4, 4, False), LENGTH)
     assert batch.num_single_rows == 4 and batch.max_single_context == LENGTH
     assert batch.tokens.tolist() == [int(inputs.tokens[5, 0]), int(inputs.tokens[2, 1]), 0, 0]
     assert batch.positions.tolist() == [0, 1, 0, 0] and batch.context_lens.tolist() == [1, 2, 0, 0]

@@ -146,7 +146,7 @@ def test_the_start_says_what_it_is_at_and_how_long_it_took(monkeypatch: pytest.M
     assert said[0].startswith("Warming up")
     assert said[1].startswith("Warmed up by ") and said[4] == f"Warmed up by {total} of {total} steps"
     assert said[5].startswith("Kernels compiled and run in ") and said[5].endswith(" s")
-    assert said[-2] == "Captured the graphs of 3 of 3 buckets"
+    assert said[-2] == "Captured the graphs of 3 of 3 sizes of steps"
     assert said[-1].startswith("Graphs captured in ") and said[-1].endswith("; they take 0 MiB")
 
 
