@@ -44,8 +44,7 @@ class IdleGraphs:
     """A stand-in for `StepGraphs` that sends a decode step's inputs and computes nothing."""
 
     def __init__(self, inputs: DeviceInputs, num_slots: int) -> None:
-        self._inputs = inputs
-        self._tokens, self._largest = torch.full((num_slots,), 7), torch.zeros(num_slots)
+        self._inputs, self._tokens, self._largest = inputs, torch.full((num_slots,), 7), torch.zeros(num_slots)
 
     def size_for(self, layout: Layout) -> PaddedSize | None:
         rows = len(layout.slots)

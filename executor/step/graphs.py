@@ -10,9 +10,9 @@ it took. Only one graph runs at a time, so the graphs of a kind share a memory p
 capture is reused by the next. Forward passes and draws have separate pools, because the results of a draw are still
 being copied to the host while the next forward pass runs.
 
-Of a step with prompts only the device knows the rows; at most MAX_SEVERAL of them have several tokens. The device
-computes such a step faster than the host can launch its kernels. Models with latents or recurrent states have no such
-graphs, because their layers plan on the host.
+In a graph of steps with prompts only the device knows the rows; at most MAX_SEVERAL of them have several tokens. The
+device computes such a step faster than the host can launch its kernels. Models with latents or recurrent states have no
+such graphs, because their layers plan on the host.
 
 Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
