@@ -17,7 +17,6 @@ from penstock.executor.protocol import ExecutorError, Sampling
 MAX_SEVERAL = 8  # maximum number of multi-token rows in a graph of a step with prompts
 HEADER = 4  # numbers before a step's rows; the first is the number of rows
 OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, two halves of the seed; two are unused
-MAX_RUN = 1 << 16  # longer runs are split, so that each fits into a copy
 
 
 class StateLayout(NamedTuple):
@@ -96,5 +95,4 @@ class DeviceState:
         return taken
 
     def _write(self, at: int, numbers: np.ndarray) -> None:
-        for first in range(0, len(numbers), MAX_RUN):
-            self._runs.append((at + first, numbers[first : first + MAX_RUN]))
+        self._runs.append((at, numbers))

@@ -34,12 +34,12 @@ from penstock.executor.step.graphs import CHUNK_BUCKETS, CudaGraphs, StepGraphs,
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
     CONTEXT_BYTES,
+    GRAPHS_BYTES,
     CudaMeter,
     GpuUse,
     KvPlan,
     allocate_kv,
     layer_pages,
-    measure,
     naming_options,
     plan_kv,
 )
@@ -240,35 +240,35 @@ class Rank:
         return plan_kv(self._config, self._block_bytes, longest, self._group, use, groups)
 
     def _warm_up(self, buckets: Sequence[int], meter: CudaMeter) -> GpuUse:
-        """Compile and run everything that steps need, before the cache exists, and measure the memory they take.
+        """Compile and run everything that steps need, before the cache exists, and measure the memory they take, on a
+        runner that equals the real one except for its cache of two blocks.
 
         The longest request is taken to be what fits if only the weights took memory: the tables of all slots are that
         wide, and the context limit of some models is many times what the memory holds."""
-        started_s, vocab_size = time.monotonic(), self._loaded.spec.vocab_size
-        longest = self._plan_kv(GpuUse(meter.allocated(), 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
+        started_s, config, vocab_size = time.monotonic(), self._config, self._loaded.spec.vocab_size
+        allocated, adapters, graphs = meter.allocated(), self._loaded.adapters, 0
+        longest = self._plan_kv(GpuUse(allocated, 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
         self._progress("Warming up: compiling kernels that this machine has not compiled before")
-
-        def open_runner() -> ModelRunner:
-            return self._open_runner(self._allocate(KV_BLOCKS), longest)
-
-        def run(runner: ModelRunner) -> None:
-            warm_up(runner, self._config, longest, vocab_size, self._progress, adapter)
-
-        def run_as_graph(runner: ModelRunner) -> None:
-            rows = min(max(buckets), self._config.max_num_batched_tokens)
-            run_step(runner, widest_step(rows, longest), longest, vocab_size)
-            for tokens in self._chunk_buckets()[-1:]:
-                run_step(runner, [Share(min(tokens, longest), longest)], longest, vocab_size)
-
-        adapters = self._loaded.adapters
         adapter = None if adapters is None else adapters.load_zeros()
-        what = f"a step of {self._config.max_num_batched_tokens} tokens"
+        what = f"a step of {config.max_num_batched_tokens} tokens"
         with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
-            use = measure(open_runner, run, meter, run_as_graph if buckets else None)
+            runner = self._open_runner(self._allocate(KV_BLOCKS), longest)
+            requests = meter.allocated() - allocated
+            meter.start_peak()
+            warm_up(runner, config, longest, vocab_size, self._progress, adapter)
+            activations = max(0, meter.peak() - allocated - requests)
+            if buckets:  # graphs have separate memory, as much as their largest step takes
+                meter.start_peak()
+                rows = min(max(buckets), config.max_num_batched_tokens)
+                run_step(runner, widest_step(rows, longest), longest, vocab_size)
+                for tokens in self._chunk_buckets()[-1:]:
+                    run_step(runner, [Share(min(tokens, longest), longest)], longest, vocab_size)
+                graphs = GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
+            del runner
         if adapters is not None and adapter is not None:
             adapters.unload(adapter)
         self._progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
-        return use
+        return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
 
     def _capture(self, meter: CudaMeter) -> int:
         """Capture the graphs; return their size in bytes."""

@@ -56,14 +56,8 @@ class Broadcast(Protocol):
 
 
 class RankedExecutor:
-    def __init__(
-        self,
-        worker_watch: WorkerWatch,
-        broadcast: Broadcast,
-        progress: Callable[[str], None],
-        deadline_s: Callable[[int], float],
-    ) -> None:
-        self.worker_watch, self._broadcast, self._deadline_s = worker_watch, broadcast, deadline_s
+    def __init__(self, worker_watch: WorkerWatch, broadcast: Broadcast, progress: Callable[[str], None]) -> None:
+        self.worker_watch, self._broadcast = worker_watch, broadcast
         self._encoder = msgspec.msgpack.Encoder()
         self._due: deque[tuple[Step, float]] = deque()  # submitted steps and their deadlines
         self._results: deque[StepResult] = deque()
@@ -79,7 +73,7 @@ class RankedExecutor:
 
     def submit(self, step: Step) -> None:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
-        allowed_s = self._deadline_s(sum(row.count for row in step.rows))
+        allowed_s = step_deadline_s(sum(row.count for row in step.rows))
         self._send((MessageKind.STEP, self._encoder.encode(step)), allowed_s)
         before_s = self._due[-1][1] if self._due else time.monotonic()
         self._due.append((step, before_s + allowed_s))
@@ -195,11 +189,7 @@ class RankedExecutor:
         return msgspec.structs.replace(result, transfers=self._merge.merge(received))
 
 
-def open_multiproc(
-    config: ExecutorConfig,
-    progress: Callable[[str], None] = lambda _line: None,
-    deadline_s: Callable[[int], float] = step_deadline_s,
-) -> RankedExecutor:
+def open_multiproc(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> RankedExecutor:
     """Start all ranks in parallel and wait until each has loaded its part of the model."""
     if config.tensor_parallel_size > MAX_READERS:
         raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
@@ -215,7 +205,7 @@ def open_multiproc(
             worker = start_child("penstock.executor.ranks.worker", f"rank {rank}", start, fds)
             workers.append(worker)
             channels.add(rank, worker.channel)
-    return RankedExecutor(WorkerWatch(workers, channels), ring, progress, deadline_s)
+    return RankedExecutor(WorkerWatch(workers, channels), ring, progress)
 
 
 def _first_error(answers: Sequence[RankAnswer]) -> str:

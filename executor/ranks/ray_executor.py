@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.executor.process_life import Reporter
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks.network import Hub, Spoke, Ticket
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ranks.wire import Failed, FromWorker, MessageKind, Rendezvous, Start
@@ -59,7 +59,7 @@ def open_ray(config: ExecutorConfig, progress: Callable[[str], None] = lambda _l
     except BaseException:
         ranks.close()
         raise
-    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, step_deadline_s)
+    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress)
 
 
 def _join_cluster(allow_open_dashboard: bool) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from penstock.executor.batch import Chains, ForwardBatch, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.kernels.state import HEADER, MAX_RUN, DeviceState
+from penstock.executor.kernels.state import HEADER, DeviceState
 from penstock.executor.protocol import Row, Sampling
 from penstock.executor.staging import send
 from penstock.executor.step.layout import Layout
 
-PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; larger payloads take several copies
+PAYLOAD = 1 << 18  # numbers of runs in one copy; runs that exceed it are copied by themselves
 NUM_BLOCKS = 2  # blocks of pinned memory: one is filled while the device may still read the other
 
 # The first fields of `ForwardBatch`, up to the block tables.
@@ -32,7 +32,6 @@ BatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # Tensors of the attention groups after the first: `ForwardBatch.other_groups`.
 GroupTensors = tuple[tuple[Tensor, Tensor], ...]
 ONE_GROUP = CacheLayout()
-Run = tuple[int, np.ndarray]  # offset in the state, and content
 
 
 class Samples(NamedTuple):
@@ -147,7 +146,7 @@ class DeviceInputs:
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
         # Numbers per row: five if it samples; per token: one if it is wanted; per run: three and its content.
-        size = HEADER + 1 + 5 * num_slots + max(max_tokens, MAX_RUN) + 4 * payload
+        size = HEADER + 1 + 5 * num_slots + max_tokens + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
 
@@ -270,22 +269,16 @@ class DeviceInputs:
         return made.tokens, made.positions, made.kv_slots, starts, made.context_lens, made.block_tables
 
     def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:
-        """Send everything in one copy; a step that admits very long prompts needs further copies, which go first."""
-        runs = self._state.take()
-        parts: list[list[Run]] = [[]]
-        left = self._payload
-        for run in runs:
-            if len(run[1]) > left:
-                parts.append([])
-                left = self._payload
-            parts[-1].append(run)
-            left -= len(run[1])
-        for part in parts[:-1]:
-            self._upload([], part)
-        if head or parts[-1]:
-            self._upload(head, parts[-1])
-
-    def _upload(self, head: Sequence[np.ndarray | list[int]], runs: list[Run]) -> None:
+        """Send everything in one copy, except for runs that exceed it: those of very long prompts."""
+        runs, left = list[tuple[int, np.ndarray]](), self._payload
+        for at, values in self._state.take():
+            left -= len(values)
+            if left < 0:
+                self._state.flat[at : at + len(values)].copy_(send(values, self.tokens.device))
+            else:
+                runs.append((at, values))
+        if not head and not runs:
+            return
         self._blocks.append(block := self._blocks.pop(0))
         numbers = block.wait()
         size = sum(len(part) for part in head)

@@ -6,10 +6,9 @@ process on the device, and serves only as an upper bound.
 
 import errno
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -19,8 +18,6 @@ from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.machine import available_memory
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ContextLimit, ExecutorConfig, ExecutorError, GroupInfo
-
-Runner = TypeVar("Runner")
 
 CPU_KV_BYTES = 4 * 2**30  # default limit of the KV cache …
 CPU_KV_SHARE = 0.25  # … which is also limited to this share of the free memory
@@ -116,30 +113,6 @@ class GpuUse:
             "graphs": graph_bytes,
             "context (set aside)": self.context,
         }
-
-
-def measure(
-    open_runner: Callable[[], Runner],
-    warm_up: Callable[[Runner], None],
-    meter: CudaMeter,
-    run_as_graph: Callable[[Runner], None] | None = None,
-) -> GpuUse:
-    """Run the largest possible steps, among others, on a runner that equals the real one except for its cache of two
-    blocks. `run_as_graph` runs the largest step that becomes a graph; None: there are no graphs."""
-    allocated = meter.allocated()
-    runner = open_runner()
-    requests = meter.allocated() - allocated
-    meter.start_peak()
-    warm_up(runner)
-    activations = max(0, meter.peak() - allocated - requests)
-    graphs = 0
-    if run_as_graph is not None:  # graphs have separate memory, as much as their largest step takes
-        meter.start_peak()
-        run_as_graph(runner)
-        graphs = GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
-    del runner
-    free, total = meter.device()
-    return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, free, total)
 
 
 @dataclass(frozen=True, slots=True)

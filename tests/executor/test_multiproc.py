@@ -116,13 +116,15 @@ def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor
                 executor.check()
 
 
-def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capfd: pytest.CaptureFixture[str]) -> None:
-    limit_s = 60.0
-    with running(config_of("llama", 2), deadline_s=lambda _num_tokens: limit_s) as executor:
+def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(config_of("llama", 2)) as executor:
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
-        limit_s = 1.0  # beneath the limit of a silence, which would end it too
+        # Beneath the limit of a silence, which would end it too.
+        monkeypatch.setattr("penstock.executor.ranks.ranked.step_deadline_s", lambda _num_tokens: 1.0)
         os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(
             ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"

@@ -11,7 +11,7 @@ from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
+from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
 from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
@@ -28,7 +28,7 @@ class Meter:
 
     def __init__(self, *reserved: int) -> None:
         self.said: list[str] = []
-        self._allocated, self._reserved = iter((16 * GIB, 16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
+        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
 
     def allocated(self) -> int:
         return next(self._allocated)
@@ -122,12 +122,9 @@ def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.Monkey
 
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
-    measure = Mock(side_effect=lambda *_: use())
-    monkeypatch.setattr(rank, "measure", measure)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
-        UniprocExecutor(config)
-    assert [asked.args[-1] is not None for asked in measure.call_args_list] == [True, False]
+        assert (UniprocExecutor(config)._rank._graphs_set_aside == GRAPHS_BYTES) == (not enforce_eager)
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +154,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
         plan_kv(config, GIB, 1000, RankGroup(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)
     pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank, "measure", lambda *_: small)
+    monkeypatch.setattr(rank.Rank, "_warm_up", lambda *_: small)
     info = UniprocExecutor(config).info
     assert info.num_blocks * info.block_bytes <= 0.9 * 2**20
     assert list(info.memory)[:3] == ["weights", "KV cache", "tables"] and info.memory["requests"] == 7

@@ -62,7 +62,7 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
 )
 def test_any_step_is_what_the_host_makes(payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)
-    test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, layout, monkeypatch)
+    test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, layout)
 
 
 def test_what_a_kernel_takes_for_granted_is_checked(device: torch.device) -> None:
