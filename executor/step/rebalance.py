@@ -12,6 +12,7 @@ Every collective here runs at a step boundary, where all ranks are at the same s
 import contextlib
 import threading
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -45,7 +46,7 @@ class Rebalancer:
     ) -> None:
         """`links` has the same ranks as `group` but separate connections, because transfers run beside steps."""
         self._config, self._layers = config, layers
-        self._plan = plan  # the current plan; while layers move, `_target` applies to those that have moved
+        self._plan = plan  # the current plan; while layers move, the next one applies to those that have moved
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
         self._num_tokens = torch.zeros(1, dtype=torch.int64, device=group.device)  # of the step; 0 during captures
@@ -58,34 +59,18 @@ class Rebalancer:
         # transfer waits behind an all-reduce that the other rank, which waits for the transfer, has not started.
         self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._num_steps = self._counted_at = 0
-        self._planning: threading.Thread | None = None
-        self._is_planning = False  # on all ranks: the first rank is computing a plan
         # The result of the planning thread: a plan, if one is worth it, and statistics.
         self._proposal: tuple[Plan | None, dict[str, float | bytes]] | None = None
-        self._target: Plan | None = None
-        self._rows = np.empty((0, 4), np.int64)  # transfers from the plan that was current when the target arrived
-        self._pending: list[int] = []  # layers that have yet to be moved, in order
-        self._move: Move | None = None
-        self._is_over = False  # transfers cannot be trusted any more
         self._update = self._reported = ExpertUpdate(balance=1.0)
+        self._process = self._rebalance()
 
     def boundary(self, num_tokens: int) -> None:
         """Prepare for a step of `num_tokens` tokens. Called before every step, on all ranks."""
         self._num_tokens.fill_(num_tokens)
         self._num_steps += 1
-        if self._is_over:
-            return
         started_s = time.perf_counter()
-        if self._move is not None:
-            self._advance(self._move)
-        elif self._is_planning:
-            if self._num_steps % ASK_EVERY == 0:
-                self._receive_plan()
-        elif self._num_steps % self._config.interval == 0:
-            self._start_planning()
-        else:
-            return
-        self._note(stall_s=self._update.stall_s + time.perf_counter() - started_s)
+        if next(self._process, False):
+            self._note(stall_s=self._update.stall_s + time.perf_counter() - started_s)
 
     def take_update(self) -> ExpertUpdate | None:
         """Return the update if it has changed since the last call, else None."""
@@ -94,15 +79,56 @@ class Rebalancer:
         self._reported = self._update
         return self._update
 
-    def _start_planning(self) -> None:
+    def _rebalance(self) -> Iterator[bool]:
+        """Plan and move experts; every `yield` waits for the next step boundary, and tells whether this one took time.
+
+        It ends after a failure: transfers cannot be trusted any more, and every layer keeps the plan that it follows."""
+        while True:
+            while self._num_steps % self._config.interval:
+                yield False
+            planning, result = self._start_planning(), None
+            while result is None:
+                yield True
+                if self._num_steps % ASK_EVERY == 0:
+                    result = self._receive(planning)
+            status, numbers = result
+            if status == SKIPPED:
+                self._note(num_skipped=self._update.num_skipped + 1)
+            elif status == BROKEN or not (yield from self._follow(numbers)):
+                self._note(num_aborted=self._update.num_aborted + 1)
+                return
+            yield True
+
+    def _follow(self, numbers: torch.Tensor) -> Generator[bool, None, bool]:
+        """Move layer by layer to the plan that was received; return False if a transfer failed on any rank."""
+        phy2log, weight = numbers.cpu().numpy().reshape(2, *self._plan.phy2log.shape)
+        target = self._plan.with_(phy2log, weight)
+        self._agree_on(target)
+        moved = transfers(self._plan, target, self._plan.ranks)
+        changed = (target.phy2log != self._plan.phy2log) | (target.weight != self._plan.weight)
+        for layer in np.flatnonzero(changed.any(1)).tolist():
+            move = self._start_move(layer, moved)
+            state = RUNNING
+            while state == RUNNING:
+                yield True
+                state = self._group.minimum(move.state)
+            if state == FAILED:
+                return False
+            self._put_in_place(move, target)
+        self._plan = target
+        self._note(num_rebalances=self._update.num_rebalances + 1)
+        return True
+
+    def _start_planning(self) -> threading.Thread | None:
         """Fetch all layers' counts with one small copy, and start the planning thread on the first rank."""
         self._tracker.add(self._counts.cpu().numpy(), self._num_steps - self._counted_at)
         self._counts.zero_()
         self._counted_at = self._num_steps
-        self._is_planning = True
-        if self._group.is_first:
-            self._planning = threading.Thread(target=self._make_plan, args=(self._tracker.load(),), daemon=True)
-            self._planning.start()
+        if not self._group.is_first:
+            return None
+        planning = threading.Thread(target=self._make_plan, args=(self._tracker.load(),), daemon=True)
+        planning.start()
+        return planning
 
     def _make_plan(self, load: np.ndarray) -> None:
         started_s = time.perf_counter()
@@ -126,29 +152,13 @@ class Rebalancer:
             },
         )
 
-    def _receive_plan(self) -> None:
-        """Receive the first rank's status: whether it has a plan, and the plan."""
+    def _receive(self, planning: threading.Thread | None) -> tuple[int, torch.Tensor] | None:
+        """Receive the first rank's status and plan; None while it computes."""
         message = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
-        if self._planning is not None and not self._planning.is_alive():
-            self._planning = None
+        if planning is not None and not planning.is_alive():
             self._fill(message)
         status = int(self._group.broadcast(message)[0])
-        if status == NOTHING:
-            return
-        self._is_planning = False
-        if status == BROKEN:
-            self._abort()
-            return
-        if status == SKIPPED:
-            self._note(num_skipped=self._update.num_skipped + 1)
-            return
-        phy2log, weight = message[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
-        self._target = self._plan.with_(phy2log, weight)
-        self._agree_on(self._target)
-        self._rows = transfers(self._plan, self._target, self._plan.ranks)
-        changed = (self._target.phy2log != self._plan.phy2log) | (self._target.weight != self._plan.weight)
-        self._pending = np.flatnonzero(changed.any(1)).tolist()
-        self._start_next()
+        return None if status == NOTHING else (status, message[1:])
 
     def _fill(self, message: torch.Tensor) -> None:
         """Write the result of the planning thread to the message for the other ranks."""
@@ -164,28 +174,18 @@ class Rebalancer:
             message[1:] = torch.from_numpy(placed.astype(np.int32))
         self._note(**found)
 
-    def _abort(self) -> None:
-        """Stop moving experts: every layer keeps the plan that it follows now."""
-        self._is_over = True
-        self._move = self._target = None
-        self._note(num_aborted=self._update.num_aborted + 1)
-
     def _agree_on(self, plan: Plan) -> None:
         digest = int.from_bytes(plan.digest()[:7], "little")
         least, most = self._group.minimum(digest), -self._group.minimum(-digest)
         assert least == most, "the ranks have received different plans"
 
-    def _start_next(self) -> None:
-        assert self._target is not None
-        if not self._pending:
-            self._plan, self._move, self._target = self._target, None, None
-            self._note(num_rebalances=self._update.num_rebalances + 1)
-            return
-        layer = self._pending.pop(0)
-        self._move = Move(layer, self._layer_copies(layer))
+    def _start_move(self, layer: int, moved: np.ndarray) -> Move:
+        """Start the transfers of a layer; `moved` [n, 4] are those of all layers."""
+        move = Move(layer, self._layer_copies(layer, moved))
         if self._stream is not None:  # weights that were put in place so far may be sent
             self._stream.wait_stream(torch.cuda.current_stream(self._group.device))
-        threading.Thread(target=self._bring, args=(self._move,), daemon=True).start()
+        threading.Thread(target=self._bring, args=(move,), daemon=True).start()
+        return move
 
     def _bring(self, move: Move) -> None:
         """Fill the spare memory with the new content of this rank's slots; runs in a separate thread."""
@@ -200,13 +200,13 @@ class Rebalancer:
             if move.state == RUNNING:
                 move.state = FAILED
 
-    def _layer_copies(self, layer: int) -> list[tuple[int, list[int]]]:
+    def _layer_copies(self, layer: int, moved: np.ndarray) -> list[tuple[int, list[int]]]:
         """Return the transfers of a layer, in an order that all ranks share, so that two ranks that exchange experts
         start with the same one."""
-        first, end = np.searchsorted(self._rows[:, 0], (layer, layer + 1))
+        first, end = np.searchsorted(moved[:, 0], (layer, layer + 1))
         depth = self._plan.slots_per_rank
         wanted: dict[tuple[int, int], tuple[int, list[int]]] = {}
-        for _, expert, source, slot in self._rows[first:end].tolist():
+        for _, expert, source, slot in moved[first:end].tolist():
             wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
         return [copy for _, copy in sorted(wanted.items())]
 
@@ -229,26 +229,15 @@ class Rebalancer:
         for slot in slots:
             move.arrivals[slot - self._first] = arrived
 
-    def _advance(self, move: Move) -> None:
-        """Put a layer in place once it has arrived on all ranks; stop moving experts if a transfer failed on any."""
-        state = self._group.minimum(move.state)
-        if state == RUNNING:
-            return
-        if state == FAILED:
-            self._abort()
-            return
-        assert self._target is not None
+    def _put_in_place(self, move: Move, target: Plan) -> None:
+        """Let a layer follow the new plan, after its experts have arrived on all ranks."""
         if self._stream is not None:
             torch.cuda.current_stream(self._group.device).wait_stream(self._stream)
         experts = self._layers[move.layer]
         for slot, arrived in move.arrivals.items():
             for tensor, new in zip(experts.slots[slot].tensors(), arrived, strict=True):
                 put_in_place(tensor, new)
-        experts.replace(self._target, move.layer)
-        self._count_moved(move)
-        self._start_next()
-
-    def _count_moved(self, move: Move) -> None:
+        experts.replace(target, move.layer)
         depth = self._plan.slots_per_rank
         remote = sum(source // depth != slots[0] // depth for source, slots in move.copies)
         self._note(
