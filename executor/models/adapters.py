@@ -145,7 +145,7 @@ class AdapterStore:
         origins = {name.removesuffix(".weight"): ups.origin(name).removesuffix(".weight") for name in ups.names()}
         unused = set(folder.modules)
         for product in self._products:
-            for name, rows in zip(product.names, product.rows, strict=True):
+            for name, rows, *_ in product.matrices:
                 if (origin := origins.get(name)) is None:
                     continue
                 outputs, inputs = ups.shape(f"{name}.weight")[0], folder.down_shape(origin)[1]
@@ -165,11 +165,11 @@ class AdapterStore:
         parts: list[LoraPart] = []
         column = 0
         widths = product.shape(self._group)[1]
-        for index, (name, width) in enumerate(zip(product.names, widths, strict=True)):
-            if name in origins:
-                up = ups.read(f"{name}.weight")
+        for matrix, width in zip(product.matrices, widths, strict=True):
+            if matrix.name in origins:
+                up = ups.read(f"{matrix.name}.weight")
                 assert isinstance(up, Tensor)
-                up, down = product.cut(index, up, folder.down(origins[name]), self._group)
+                up, down = product.cut(matrix, up, folder.down(origins[matrix.name]), self._group)
                 if parts and torch.equal(parts[-1].down, down):  # parts of one module share A
                     down = parts[-1].down
                 parts.append(LoraPart(up, down, column))

@@ -9,7 +9,7 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, KeyStore, Ops, Pages, Rotation, Rows, ScoreExtras
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup, divide
 
 
@@ -36,18 +36,17 @@ class GroupedAttention:
         sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
         self.extras = ScoreExtras(spec.score_cap, sinks, spec.layers[index].window)
         heads = (spec.num_heads, own.num_kv, own.num_kv)[: len(parts)]
-        names, rows = tuple(f"{prefix}{part}_proj" for part in parts), tuple(each * self._dim for each in heads)
-        pieces = None
+        matrices = [
+            Matrix(f"{prefix}{part}_proj", num * self._dim, "rows", num, spec.qkv_bias)
+            for part, num in zip(parts, heads, strict=True)
+        ]
         if spec.output_gate:  # stored as a query and its gate for each head; the layer has all queries, then all gates
             self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
-            rows, pieces = (2 * rows[0], *rows[1:]), ((spec.head_dim, spec.head_dim), None, None)
-        self.qkv = weights.linear(
-            names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
-        )
+            matrices[0] = matrices[0]._replace(rows=2 * matrices[0].rows, pieces=(spec.head_dim, spec.head_dim))
+        self.qkv = weights.linear(spec.hidden_size, *matrices)
         self.takes_narrow, self.takes_normed = self.qkv.takes_narrow, self.qkv.plain is not None
-        self.output = weights.linear(
-            (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * self._dim, spec.output_bias, split="columns"
-        )
+        output = Matrix(f"{prefix}o_proj", spec.hidden_size, "columns", has_bias=spec.output_bias)
+        self.output = weights.linear(heads[0] * self._dim, output)
 
     @property
     def is_plain(self) -> bool:

@@ -24,7 +24,7 @@ from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
 
 
@@ -122,13 +122,13 @@ class _TokenEmbedding:
         self._last = end - self._first - 1
         self._head = self._table
         if not spec.tied_head:
-            self._head = weights.linear(("lm_head",), (self._size,), width, split="rows")
+            self._head = weights.linear(width, Matrix("lm_head", self._size, "rows"))
         self._positions = self._project_in = self._project_out = None
         if spec.num_learned_positions:
             self._positions = weights.tensor("model.embed_positions.weight", (spec.num_learned_positions, hidden))
         if width != hidden:
-            self._project_in = weights.linear(("model.project_in",), (hidden,), width)
-            self._project_out = weights.linear(("model.project_out",), (width,), hidden)
+            self._project_in = weights.linear(width, Matrix("model.project_in", hidden))
+            self._project_out = weights.linear(hidden, Matrix("model.project_out", width))
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the embeddings of the batch's tokens and, if they are learned, of their positions: [T, hidden]."""

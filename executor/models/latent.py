@@ -21,7 +21,7 @@ from penstock.executor.kernels.weight import numbers
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Matrix, Weights
 
 NORM_EPS = 1e-6  # the eps of the two inner norms, independent of the config's eps for the outer norms
 
@@ -35,17 +35,16 @@ class LatentAttention:
         sizes, hidden, heads = spec.latent, spec.hidden_size, spec.num_heads
         prefix = f"model.layers.{index}.self_attn."
         q_width, kv_rows = heads * (sizes.nope_dim + sizes.rope_dim), sizes.kv_rank + sizes.rope_dim
-        names = (f"{prefix}q_proj", f"{prefix}kv_a_proj_with_mqa")
+        latents = Matrix(f"{prefix}kv_a_proj_with_mqa", kv_rows, has_bias=spec.qkv_bias)
         # One product computes all projections of the layer's input: the latents, and the queries or their latents.
         self._q: Linear | None = None
         if sizes.q_rank is None:
-            biases = (False, spec.qkv_bias)
-            self._down = weights.linear(names, (q_width, kv_rows), hidden, biases, ("rows", None), (heads, None))
+            self._down = weights.linear(hidden, Matrix(f"{prefix}q_proj", q_width, "rows", heads), latents)
         else:
-            names = (f"{prefix}q_a_proj", names[1])
-            self._down = weights.linear(names, (sizes.q_rank, kv_rows), hidden, spec.qkv_bias)
+            q_latents = Matrix(f"{prefix}q_a_proj", sizes.q_rank, has_bias=spec.qkv_bias)
+            self._down = weights.linear(hidden, q_latents, latents)
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
-            self._q = weights.linear((f"{prefix}q_b_proj",), (q_width,), sizes.q_rank, split="rows", units=(heads,))
+            self._q = weights.linear(sizes.q_rank, Matrix(f"{prefix}q_b_proj", q_width, "rows", heads))
         self.takes_narrow = self._down.takes_narrow
         self.takes_normed = False
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
@@ -57,9 +56,8 @@ class LatentAttention:
             to_latent, from_latent = to_latent.contiguous(), from_latent.contiguous()
             del self._expand
         self._to_latent, self._from_latent = _ByHead(to_latent, ops), _ByHead(from_latent, ops)
-        self.output = weights.linear(
-            (f"{prefix}o_proj",), (hidden,), heads * sizes.value_dim, spec.output_bias, split="columns", units=(heads,)
-        )
+        output = Matrix(f"{prefix}o_proj", hidden, "columns", heads, spec.output_bias)
+        self.output = weights.linear(heads * sizes.value_dim, output)
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * value]; new latents are written to their pages before any are read."""

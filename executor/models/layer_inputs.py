@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Ops
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Matrix, Weights
 
 
 class LayerInputs:
@@ -15,7 +15,7 @@ class LayerInputs:
         self._ops, self._eps, self._width, self._hidden_size = ops, spec.norm_eps, width, spec.hidden_size
         rows = len(spec.layers) * width
         self._table = weights.tensor("model.embed_tokens_per_layer.weight", (spec.input_vocab_size, rows))
-        self._project = weights.linear(("model.per_layer_model_projection",), (rows,), spec.hidden_size)
+        self._project = weights.linear(spec.hidden_size, Matrix("model.per_layer_model_projection", rows))
         self._norm = weights.norm("model.per_layer_projection_norm.weight", width)
 
     def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class LayerEnd:
     def __init__(self, spec: DecoderSpec, width: int, prefix: str, weights: Weights, ops: Ops) -> None:
         self._ops, self._eps = ops, spec.norm_eps
         if width:
-            self._gate = weights.linear((f"{prefix}per_layer_input_gate",), (width,), spec.hidden_size)
-            self._project = weights.linear((f"{prefix}per_layer_projection",), (spec.hidden_size,), width)
+            self._gate = weights.linear(spec.hidden_size, Matrix(f"{prefix}per_layer_input_gate", width))
+            self._project = weights.linear(width, Matrix(f"{prefix}per_layer_projection", spec.hidden_size))
             self._norm = weights.norm(f"{prefix}post_per_layer_input_norm.weight", spec.hidden_size)
         self._scalar = weights.float32(f"{prefix}layer_scalar", (1,)).item()
 

@@ -8,7 +8,7 @@ from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Narrow, Ops, Rows
 from penstock.executor.kernels.linear import Linear, multiply_each
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Split, Weights
+from penstock.executor.models.weights import Matrix, Split, Weights
 from penstock.executor.moe_spec import PROJECTIONS
 
 
@@ -25,11 +25,12 @@ class Mlp:
         projections: tuple[str, str, str] = PROJECTIONS,
         is_split: bool = True,
     ) -> None:
-        gate, up, down = (f"{prefix}{name}" for name in projections)
         rows: Split = "rows" if is_split else None
         columns: Split = "columns" if is_split else None
-        self.gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
-        self.down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
+        hidden, has_bias = spec.hidden_size, spec.mlp_bias
+        gate, up = (Matrix(prefix + name, size, rows, has_bias=has_bias) for name in projections[:2])
+        self.gate_up = weights.linear(hidden, gate, up)
+        self.down = weights.linear(size, Matrix(prefix + projections[2], hidden, columns, has_bias=has_bias))
         self._activation, self._ops = spec.activation, ops
         self.takes_narrow = self.gate_up.takes_narrow
         self.takes_normed = self.gate_up.plain is not None and self.gate_up.bias is None
@@ -74,8 +75,8 @@ class PlainMlp:
 
     def __init__(self, spec: DecoderSpec, prefix: str, weights: Weights) -> None:
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        self.up = weights.linear((f"{prefix}up_proj",), (inner,), hidden, bias, split="rows")
-        self.down = weights.linear((f"{prefix}down_proj",), (hidden,), inner, bias, split="columns")
+        self.up = weights.linear(hidden, Matrix(f"{prefix}up_proj", inner, "rows", has_bias=bias))
+        self.down = weights.linear(inner, Matrix(f"{prefix}down_proj", hidden, "columns", has_bias=bias))
 
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]"""

@@ -10,7 +10,7 @@ from penstock.executor.kernels import Ops, Rows
 from penstock.executor.kernels.cpu_layers import DeltaLayer
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
-from penstock.executor.models.weights import Units, Weights
+from penstock.executor.models.weights import Matrix, Units, Weights
 from penstock.executor.parallel import divide
 
 
@@ -26,19 +26,20 @@ class DeltaNet:
         channels, sections = 2 * keys + values, (keys, keys, values)
         if delta.is_grouped:
             each = (delta.key_dim, delta.key_dim, group * delta.value_dim, group * delta.value_dim)
-            units = (delta.key_heads,)
-            names: tuple[str, ...] = (f"{prefix}in_proj_qkvz",)
-            self.input = weights.linear(names, (channels + values,), hidden, False, "rows", units, (each,))
-            names = (f"{prefix}in_proj_ba",)
-            gates = weights.linear(names, (2 * num,), hidden, False, "rows", units, ((group, group),))
+            joined = Matrix(f"{prefix}in_proj_qkvz", channels + values, "rows", delta.key_heads, pieces=each)
+            self.input = weights.linear(hidden, joined)
+            joined = Matrix(f"{prefix}in_proj_ba", 2 * num, "rows", delta.key_heads, pieces=(group, group))
+            gates = weights.linear(hidden, joined)
         else:
-            names = f"{prefix}in_proj_qkv", f"{prefix}in_proj_z"
-            self.input = weights.linear(names, (channels, values), hidden, False, "rows", (sections, None))
-            names = f"{prefix}in_proj_b", f"{prefix}in_proj_a"
-            gates = weights.linear(names, (num, num), hidden, False, "rows")
+            qkv, z = (
+                Matrix(f"{prefix}in_proj_qkv", channels, "rows", sections),
+                Matrix(f"{prefix}in_proj_z", values, "rows"),
+            )
+            self.input = weights.linear(hidden, qkv, z)
+            gates = weights.linear(hidden, *(Matrix(f"{prefix}in_proj_{part}", num, "rows") for part in "ba"))
         self.takes_narrow, self.takes_normed = self.input.takes_narrow and gates.takes_narrow, False
         self.layer = DeltaLayer(gates, _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections), heads)
-        self.output = weights.linear((f"{prefix}out_proj",), (hidden,), values, split="columns")
+        self.output = weights.linear(values, Matrix(f"{prefix}out_proj", hidden, "columns"))
 
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
@@ -56,15 +57,17 @@ class Mamba:
         self.heads = _read_heads(prefix, mamba, weights, None, mamba.norm_eps, skip)
         keys, values = groups * mamba.key_dim, num * mamba.value_dim
         rows, units = (keys, keys, values, values, num), (groups, groups, num, num, num)
-        names = tuple(f"{prefix}{part}_proj" for part in ("c", "b", "x", "z", "dt"))
-        self._input = weights.linear(names, rows, spec.hidden_size, mamba.bias, "rows", units)
+        sizes = zip(("c", "b", "x", "z", "dt"), rows, units, strict=True)
+        matrices = [Matrix(f"{prefix}{part}_proj", size, "rows", of, mamba.bias) for part, size, of in sizes]
+        self._input = weights.linear(spec.hidden_size, *matrices)
         self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
         convs = [(f"{prefix}{part}_conv", size, of) for part, size, of in zip("cbx", rows, units, strict=False)]
         self._taps = torch.cat([_taps(weights, f"{name}.weight", size, mamba.taps, of) for name, size, of in convs], 1)
         biases = [weights.float32(f"{name}.bias", (size,), "rows", of) for name, size, of in convs if mamba.conv_bias]
         self._bias = torch.cat(biases) if biases else None
         self._norm = _GroupNorm(f"{prefix}norm.weight", mamba, weights, ops)
-        self.output = weights.linear((f"{prefix}out_proj",), (spec.hidden_size,), values, mamba.bias, "columns")
+        output = Matrix(f"{prefix}out_proj", spec.hidden_size, "columns", has_bias=mamba.bias)
+        self.output = weights.linear(values, output)
 
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
@@ -99,12 +102,11 @@ class ShortConv:
     def __init__(self, spec: DecoderSpec, conv: ConvSpec, index: int, weights: Weights, ops: Ops) -> None:
         self._ops, width = ops, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
-        names, units = (f"{prefix}in_proj",), ((width,) * 3,)
-        self._input = weights.linear(names, (3 * width,), width, conv.bias, "rows", units)
+        self._input = weights.linear(width, Matrix(f"{prefix}in_proj", 3 * width, "rows", (width,) * 3, conv.bias))
         self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
         self._taps = _taps(weights, f"{prefix}conv.weight", width, conv.taps, (width,))
         self._bias = weights.float32(f"{prefix}conv.bias", (width,), "rows") if conv.bias else None
-        self.output = weights.linear((f"{prefix}out_proj",), (width,), width, conv.bias, "columns")
+        self.output = weights.linear(width, Matrix(f"{prefix}out_proj", width, "columns", has_bias=conv.bias))
 
     def attend(self, hidden: Rows, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, channels]"""

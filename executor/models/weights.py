@@ -107,37 +107,45 @@ def _is_finite(stored: Tensor | Weight) -> bool:
     return not stored.numel() or all(map(math.isfinite, (float(end) for end in stored.aminmax())))
 
 
-class Product(NamedTuple):
-    """The composition of a linear layer from a checkpoint's matrices: the arguments of `Weights.linear`, one per
-    matrix. LoRA adapters of these matrices are sliced in the same way."""
+class Matrix(NamedTuple):
+    """One of the checkpoint's matrices in a linear layer."""
 
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
+    name: str  # without ".weight"
+    rows: int
+    split: Split = None
+    units: Units = None
+    has_bias: bool = False
+    # Numbers of rows: the stored rows alternate between kinds in runs of these lengths; the layer groups each kind.
+    pieces: tuple[int, ...] | None = None
+
+
+class Product(NamedTuple):
+    """The composition of a linear layer: the arguments of `Weights.linear`. LoRA adapters of its matrices are sliced in
+    the same way."""
+
     columns: int
-    splits: tuple[Split, ...]
-    units: tuple[Units, ...]
-    pieces: tuple[tuple[int, ...] | None, ...]
+    matrices: tuple[Matrix, ...]
 
     def shape(self, group: RankGroup) -> tuple[int, list[int]]:
-        """Return the rank's number of inputs, and of outputs of each part."""
-        depth = self.columns if self.splits[0] != "columns" else _size(self._inputs(group))
-        return depth, [_size(self._outputs(index, group)) for index in range(len(self.names))]
+        """Return the rank's number of inputs, and of outputs of each matrix."""
+        depth = self.columns if self.matrices[0].split != "columns" else _size(self._inputs(group))
+        return depth, [_size(_outputs(matrix, group)) for matrix in self.matrices]
 
-    def cut(self, index: int, up: Tensor, down: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
+    def cut(self, matrix: Matrix, up: Tensor, down: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
         """Slice an adapter's B [rows, rank] and A [rank, columns] for this rank: [rank, width] and [rank, depth]."""
-        if self.splits[index] == "columns":
+        if matrix.split == "columns":
             down = torch.cat([down[:, first:end] for first, end in self._inputs(group)], 1)
-        up = torch.cat([up[first:end] for first, end in self._outputs(index, group)])
-        if (kinds := self.pieces[index]) is not None:
-            up = sorted_rows(up, kinds)
+        up = torch.cat([up[first:end] for first, end in _outputs(matrix, group)])
+        if matrix.pieces is not None:
+            up = sorted_rows(up, matrix.pieces)
         return up.T.contiguous(), down.contiguous()
 
-    def _outputs(self, index: int, group: RankGroup) -> list[Span]:
-        size = self.rows[index]
-        return shares(size, self.units[index], group) if self.splits[index] == "rows" else [(0, size)]
-
     def _inputs(self, group: RankGroup) -> list[Span]:
-        return shares(self.columns, self.units[0], group)
+        return shares(self.columns, self.matrices[0].units, group)
+
+
+def _outputs(matrix: Matrix, group: RankGroup) -> list[Span]:
+    return shares(matrix.rows, matrix.units, group) if matrix.split == "rows" else [(0, matrix.rows)]
 
 
 class Weights:
@@ -193,51 +201,34 @@ class Weights:
         if isinstance(self._read, CheckpointReader):
             self._read.pass_over(name, shape)
 
-    def linear(
-        self,
-        names: tuple[str, ...],
-        rows: tuple[int, ...],
-        columns: int,
-        bias: bool | tuple[bool, ...] = False,
-        split: Split | tuple[Split, ...] = None,
-        units: tuple[Units, ...] | None = None,
-        pieces: tuple[tuple[int, ...] | None, ...] | None = None,
-    ) -> Linear:
-        """Return a linear layer of one or several weights, outputs concatenated, by their names without '.weight'.
-
-        `bias` and `split` apply to all weights or are given per weight; `units` are given per weight. `pieces` are
-        numbers of rows: the stored rows alternate between kinds in runs of these lengths; the layer groups each kind.
-        """
-        biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
-        splits = split if isinstance(split, tuple) else (split,) * len(names)
-        product = Product(names, rows, columns, splits, units or (None,) * len(names), pieces or (None,) * len(names))
-        layer = self._layer(product, biases)
-        self.products[layer] = product
+    def linear(self, columns: int, *matrices: Matrix) -> Linear:
+        """Return a linear layer of one or several matrices with as many columns, outputs concatenated."""
+        own = [self._own(matrix, columns) for matrix in matrices]
+        layer = self.made([weight for weights in own for weight in weights], self._bias(matrices, own))
+        self.products[layer] = Product(columns, matrices)
         return layer
 
-    def _layer(self, product: Product, biases: tuple[bool, ...]) -> Linear:
-        names, rows, columns, splits, units, pieces = product
-        named = list(zip(names, rows, splits, units, strict=True))
-        own = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
-        parts = [part for each in own for part in each]
-        for index, kinds in enumerate(pieces):
-            if kinds is not None:
-                assert not biases[index]
-                parts[index] = numbers(sorted_rows(self.made.dequantize(parts[index]), kinds))
-        added = self._bias(named, own, biases) if any(biases) else None
-        return self.made(parts, added)
+    def _own(self, matrix: Matrix, columns: int) -> list[Weight]:
+        """Return the rank's slices of a matrix, one for each section."""
+        cuts = self._cut(self._fetch(f"{matrix.name}.weight", (matrix.rows, columns)), matrix.split, matrix.units)
+        if matrix.pieces is None:
+            return cuts
+        (cut,) = cuts
+        return [numbers(sorted_rows(self.made.dequantize(cut), matrix.pieces))]
 
-    def _bias(
-        self, named: list[tuple[str, int, Split, Units]], own: list[list[Weight]], given: tuple[bool, ...]
-    ) -> Tensor | None:
-        """Return the concatenated biases, with zeros for weights without a bias."""
-        biases = [
-            self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
-            if is_given
-            else torch.zeros(sum(part.shape[0] for part in parts), dtype=self.dtype, device=self._device)
-            for (name, size, split, units), parts, is_given in zip(named, own, given, strict=True)
-        ]
-        if named[0][2] == "columns" and not self.group.is_first:
+    def _bias(self, matrices: tuple[Matrix, ...], own: list[list[Weight]]) -> Tensor | None:
+        """Return the concatenated biases, with zeros for matrices without a bias; None if there are only zeros."""
+        if not any(matrix.has_bias for matrix in matrices):
+            return None
+        biases = []
+        for (name, rows, split, units, has_bias, pieces), weights in zip(matrices, own, strict=True):
+            assert pieces is None
+            if has_bias:
+                biases.append(self.tensor(f"{name}.bias", (rows,), "rows" if split == "rows" else None, units))
+            else:
+                width = sum(weight.shape[0] for weight in weights)
+                biases.append(torch.zeros(width, dtype=self.dtype, device=self._device))
+        if matrices[0].split == "columns" and not self.group.is_first:
             return None  # only one rank adds the bias to the sum
         return torch.cat(biases)
 
