@@ -24,11 +24,10 @@ from penstock.executor.kernels.cuda.dequantize import (
     half_groups,
     load_scales,
 )
-from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries
-from penstock.executor.kernels.cuda.rows import gated
+from penstock.executor.kernels.cuda.rows import gated, quantize_groups
 from penstock.executor.kernels.cuda.tiles import Tile, depth_step
 from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, MXFP4_BLOCK, Packed, Weight
 

@@ -1,4 +1,4 @@
-"""Row-wise kernels: RMSNorm, optionally with the residual's addition, and the gated activations.
+"""Row-wise kernels: RMSNorm, optionally with the residual's addition and FP8 quantization, and the gated activations.
 
 Narrow rows share a program, so that each thread of four warps always has 16 bytes to read.
 """
@@ -12,18 +12,21 @@ from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
+from penstock.executor.kernels.eight_bits import FP8_MAX, TINY
+from penstock.executor.kernels.weight import BLOCK
 
 NORM_BLOCK = 1024  # minimum number of elements per program
+LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, x, weight, y, y, eps, adds=False)
+    launch_norm(x, x, weight, y, y, eps, adds=False)
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.dtype is residual.dtype and x.shape == residual.shape
+    assert x.shape == residual.shape
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return add_rms_norm_to(NormedRows(x, residual, total, weight, eps)), total
 
@@ -31,27 +34,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_to(rows: NormedRows) -> Tensor:
     """Return the normed sum, like `add_rms_norm`, and write the sum to `rows.total`."""
     y = torch.empty_like(rows.total)
-    _launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
+    launch_norm(rows.update, rows.residual, rows.weight, y, rows.total, rows.eps, adds=True)
     return y
 
 
-def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
+def launch_norm(x, residual, weight, y, total, eps: float, adds: bool, scales: Tensor | None = None) -> None:
+    """Norm x to y, which is quantized to FP8 if it has `scales`; if `adds`, write the sum with the residual to `total`."""
     rows, width = x.shape
-    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
+    assert x.stride(1) == residual.stride(1) == 1 and x.dtype is residual.dtype and weight.is_contiguous()
     assert weight.shape == (width,) and weight.dtype is torch.float32
     if not rows:
         return
     block = power_of_2(width)
     together = max(1, NORM_BLOCK // block)
     _norm[(triton.cdiv(rows, together),)](
-        *(x, residual, weight, y, total),
-        *(rows, eps),
+        *(x, residual, weight, y, total, x if scales is None else scales),
+        *(rows, eps, 0 if scales is None else scales.stride(1)),
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
         BLOCK=block,
         ROWS=together,
         ADDS=adds,
+        QUANTIZES=scales is not None,
         num_warps=row_warps(together * block),
     )
 
@@ -78,16 +83,20 @@ def _norm(
     weight_ptr,
     y_ptr,
     total_ptr,
+    scales_ptr,
     rows,
     eps,
+    scales_stride,
     X_STRIDE: tl.constexpr,
     RESIDUAL_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    QUANTIZES: tl.constexpr,
 ):
-    """Add the residual (ADDS) and normalize. The sum is rounded to the model's dtype first, like in the reference."""
+    """Add the residual (ADDS), normalize, and quantize (QUANTIZES). The sum is rounded to the model's dtype first, and
+    the result before it is quantized, like in the reference."""
     wait_and_allow_next()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -99,7 +108,23 @@ def _norm(
         tl.store(total_ptr + row * WIDTH + column, total, mask=inside)
         x = total.to(tl.float32)
     y = normalize(x, tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0), eps, WIDTH)
+    if QUANTIZES:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        values, scales = quantize_groups(tl.reshape(y, [ROWS * (BLOCK // GROUP), GROUP]))
+        y = tl.reshape(values, [ROWS, BLOCK])
+        group = tl.arange(0, BLOCK // GROUP)[None, :]
+        scale_ptrs = scales_ptr + group.to(tl.int64) * scales_stride + row
+        mask = (row < rows) & (group < WIDTH // GROUP)
+        tl.store(scale_ptrs, tl.reshape(scales, [ROWS, BLOCK // GROUP]), mask=mask)
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def quantize_groups(x):
+    """Quantize x [R, 128] from float32 to FP8 with a scale per row. NaN stays NaN, so that checks for NaN find it."""
+    scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST) / LIMIT
+    clamped = tl.clamp(x / scales[:, None], -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return clamped.to(tl.float8e4nv), scales
 
 
 @triton.jit
