@@ -38,16 +38,10 @@ class StateBatch(NamedTuple):
 
 
 class AdaptedRows(Protocol):
-    """The LoRA adapters of a step's rows."""
+    """The LoRA adapters of a step's rows (executor/kernels/lora.py)."""
 
-    runs: Any  # the runs of rows with the same adapter, in the form that kernels take
-
-    def add(self, linear: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the adapters' contribution for x [T, in] to y [T, out], the output of `linear` for x."""
-
-    @property
-    def wanted(self) -> "AdaptedRows":
-        """The same adapters, restricted to the tokens in `ForwardBatch.wanted`."""
+    def add(self, product: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the adapters' contribution for x [T, in] to y [T, out], the output for x of the layer with this number."""
 
 
 class Chains(NamedTuple):
@@ -77,6 +71,7 @@ class ForwardBatch:
     group_of: tuple[int, ...] = ()  # each layer's group; (): all layers are in the first group
     states: StateBatch | None = None
     adapters: AdaptedRows | None = None  # None: no row has an adapter
+    wanted_adapters: AdaptedRows | None = None  # `adapters` of only the tokens in `wanted`, where that is not None
     chains: Chains | None = None  # None: the step has no draft tokens, or the model no recurrent states
     # Set only for a CUDA graph of steps with prompts, where only the device knows the rows. [R] int32: the context of
     # each single-token row, 0 for every other row. The first entry of `query_lens` is then the number of all tokens,

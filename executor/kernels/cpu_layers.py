@@ -12,6 +12,7 @@ from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.kernels import NO_EXTRAS, NO_NORMS, Activation, HeadNorms, Ops, ScoreExtras
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
 from penstock.executor.kernels.linear import Linear
+from penstock.executor.kernels.lora import CpuRuns
 from penstock.executor.kernels.recurrent import DeltaHeads, check_heads, check_taps, describe_heads, describe_states
 
 
@@ -94,8 +95,9 @@ class CpuLayers:
         update = torch.empty_like(residual)
         needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
         scratch = torch.empty(needed, dtype=torch.uint8)
-        given = batch.adapters
-        runs, num_runs = (_csrc.ffi.NULL, 0) if given is None else (given.runs.structs, len(given.runs))
+        adapted = batch.adapters
+        assert adapted is None or isinstance(adapted, CpuRuns)
+        runs, num_runs = (_csrc.ffi.NULL, 0) if adapted is None else (adapted.structs, len(adapted))
         tensors = batch.positions, batch.query_starts, batch.context_lens, residual, update, scratch
         sizes = len(residual), tables.stride(0), tables.shape[0], num_runs
         step = self._shared, kv_slots, block_tables, states, runs, *addresses(*tensors), *sizes

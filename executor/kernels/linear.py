@@ -41,6 +41,8 @@ HALVES = (64, 32, 16)  # numbers along the depth that a kernel dequantizes at a 
 class Linear:
     """A linear layer [T, in] -> [T, out] with a bias [out]. C computes it if `product` is set, else `ops` by weight."""
 
+    number = -1  # among the layers of the model that LoRA adapters may change
+
     def __init__(
         self, weights: Sequence[Weight], bias: Tensor | None, ops: Ops, product: CpuProduct | None = None
     ) -> None:

@@ -201,9 +201,10 @@ class SlotRuns:
     def __init__(self, of: LoraSlots, tiles: Tensor) -> None:
         self._of, self._tiles = of, tiles
 
-    def set(self, numbers: np.ndarray) -> None:
-        """Change the runs in place to those of tokens with these numbers [T]. Tiles that are left over have no rows."""
-        tiles = self._of.tiles(numbers)
+    def set(self, numbers: np.ndarray, starts: np.ndarray) -> None:
+        """Change the runs in place to those of rows with these numbers [R] and token starts [R + 1]. Tiles that are left
+        over have no rows."""
+        tiles = self._of.tiles(np.repeat(numbers, np.diff(starts)))
         spare = len(self._tiles) - len(tiles)
         self._tiles.copy_(send_list([*tiles, *[(0, 0, 0)] * spare], torch.int32, self._tiles.device))
 

@@ -4,16 +4,14 @@ All adapters are kept in host memory. For each step, adjacent rows with the same
 adapters are copied to places on the device before it runs, over adapters that none of its rows needs.
 """
 
-from collections.abc import Iterable
-from copy import copy
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.linear import Linear
+from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels.lora import CpuAdapters, LoraPart, LoraProduct, LoraSlots, SlotRuns
 from penstock.executor.loading.arrangement import Arranged, Arrangement
 from penstock.executor.loading.peft import PeftFolder
@@ -22,32 +20,6 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig, ExecutorError
 
 ZEROS = "zeros"  # differs from the key of every loaded adapter, which is a digest
-
-
-class Runs(Protocol):
-    def add(self, product: int, x: Tensor, y: Tensor) -> None: ...
-
-
-class Adapted:
-    """Implements `AdaptedRows` for `ForwardBatch.adapters`: adds a step's adapters to products."""
-
-    def __init__(self, numbers: dict[Linear, int], runs: Runs, wanted: "Runs | None") -> None:
-        self._numbers, self.runs, self._wanted = numbers, runs, wanted
-
-    def add(self, linear: Linear, x: Tensor, y: Tensor) -> None:
-        """Add the adapters' contribution for x [T, in] to y [T, out], the output of `linear` for x."""
-        if (number := self._numbers.get(linear)) is not None:
-            self.runs.add(number, x, y)
-
-    def set(self, numbers: np.ndarray, starts: np.ndarray) -> None:
-        """Let the adapters of a graph be those of a step: numbers [R] of the rows, token starts [R + 1]."""
-        assert isinstance(self.runs, SlotRuns)
-        self.runs.set(np.repeat(numbers, np.diff(starts)))
-
-    @property
-    def wanted(self) -> "Adapted":
-        """The same adapters, restricted to the tokens in `ForwardBatch.wanted`."""
-        return self if self._wanted is None else Adapted(self._numbers, self._wanted, None)
 
 
 class Held(NamedTuple):
@@ -59,18 +31,17 @@ class AdapterStore:
     def __init__(
         self,
         config: ExecutorConfig,
-        products: dict[Linear, Product],
+        products: list[Product],
         arrangement: Arrangement,
         group: RankGroup,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`products` are the layers that adapters may change; they are numbered in this order."""
+        """`products` are the layers that adapters may change, in the order of their numbers."""
         self._config, self._arrangement, self._group = config, arrangement, group
-        self._numbers = _numbered(products)
-        self._products = [*products.values()]
+        self._products = products
         self._held: dict[str, Held] = {}
-        self._shapes = [product.shape(group) for product in self._products]
+        self._shapes = [product.shape(group) for product in products]
         self._weights: CpuAdapters | LoraSlots = CpuAdapters(dtype)
         if device.type != "cpu":
             self._weights = LoraSlots(self._shapes, config.max_loras, config.max_lora_rank, dtype, device)
@@ -79,15 +50,6 @@ class AdapterStore:
     def num_bytes(self) -> int:
         """The device memory that the adapters' places take."""
         return self._weights.num_bytes
-
-    def over(self, products: Iterable[Linear]) -> "AdapterStore":
-        """Return a store with the same adapters and places for other weights of the same model.
-
-        `products` is empty while the model has no weights.
-        """
-        other = copy(self)
-        other._numbers = _numbered(products)
-        return other
 
     def load(self, path: str) -> AdapterInfo:
         """Load an adapter. Raise AdapterError if it cannot be used; then nothing has changed."""
@@ -126,17 +88,19 @@ class AdapterStore:
         """Return the number of a loaded adapter; 0 if `key` is None."""
         return 0 if key is None else self._held[key].number
 
-    def of_step(self, numbers: np.ndarray, starts: np.ndarray, wanted: np.ndarray) -> Adapted:
-        """Return a step's adapters from the rows' numbers [R], token starts [R + 1] and ascending wanted tokens [W]."""
+    def of_step(
+        self, numbers: np.ndarray, starts: np.ndarray, wanted: np.ndarray
+    ) -> tuple[AdaptedRows, AdaptedRows | None]:
+        """Return `adapters` and `wanted_adapters` of a step's batch, from the rows' numbers [R], token starts [R + 1]
+        and ascending wanted tokens [W]."""
         of_tokens = np.repeat(numbers, np.diff(starts))
         runs = self._weights.runs(of_tokens)
-        late = None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
-        return Adapted(self._numbers, runs, late)
+        return runs, None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
 
-    def in_graph(self, most_tiles: int) -> Adapted:
-        """Return adapters for a graph, at first for no row. `Adapted.set` changes them before a replay."""
+    def in_graph(self, most_tiles: int) -> SlotRuns:
+        """Return adapters for a graph, at first for no row. `SlotRuns.set` changes them before a replay."""
         assert isinstance(self._weights, LoraSlots)
-        return Adapted(self._numbers, self._weights.fixed_runs(most_tiles), None)
+        return self._weights.fixed_runs(most_tiles)
 
     def _read(self, folder: PeftFolder) -> list[LoraProduct]:
         """Read the adapter's matrices for each product. Shapes and names are checked before anything is read."""
@@ -175,7 +139,3 @@ class AdapterStore:
                 parts.append(LoraPart(up, down, column))
             column += width
         return parts
-
-
-def _numbered(products: Iterable[Linear]) -> dict[Linear, int]:
-    return {linear: number for number, linear in enumerate(products)}

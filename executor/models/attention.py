@@ -59,7 +59,7 @@ class GroupedAttention:
         projected = self.qkv(hidden)
         if batch.adapters is not None:
             assert isinstance(hidden, Tensor)
-            batch.adapters.add(self.qkv, hidden, projected)
+            batch.adapters.add(self.qkv.number, hidden, projected)
         heads = projected.unflatten(1, (-1, self._dim))
         if self._has_own:
             return self._attend_own(torch.split_with_sizes(heads, self._head_split, dim=1), batch, pages)

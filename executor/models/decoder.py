@@ -49,6 +49,8 @@ class Decoder:
         # LoRA is not supported for layer-specific heads and for MLPs without a gate.
         is_plain = all(layer.heads is None for layer in spec.layers) and spec.has_gated_mlp
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
+        for number, linear in enumerate(self.adapted):
+            linear.number = number
         self._joined = self._join(weights.group)
         self._inputs = LayerInputs(spec, spec.input_width, weights, ops) if spec.input_width else None
         self._vocabulary = _TokenEmbedding(spec, weights)
@@ -274,10 +276,10 @@ class _Layer:
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             inputs = None if inputs is None else inputs.index_select(0, wanted)
-            adapters = None if adapters is None else adapters.wanted
+            adapters = batch.wanted_adapters
         update = self._attention.output(attended)
         if adapters is not None:
-            adapters.add(self._attention.output, attended, update)
+            adapters.add(self._attention.output.number, attended, update)
         update = self._group.sum(update)
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)

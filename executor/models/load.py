@@ -52,8 +52,7 @@ class LoadedModel:
 
     def without_model(self) -> "LoadedModel":
         """Return a copy without the weights, until new weights are loaded."""
-        adapters = self.adapters and self.adapters.over(())
-        return replace(self, model=cast("Decoder", None), adapters=adapters)
+        return replace(self, model=cast("Decoder", None))
 
 
 def load_update(
@@ -138,8 +137,8 @@ def load_model(
     memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
     adapters = None
     if config.enable_lora:
-        held = before and before.adapters
-        adapters = held.over(model.adapted) if held else _open_adapters(config, name, spec, model, weights, device)
+        held = before and before.adapters  # they are the same for other weights
+        adapters = held or _open_adapters(config, name, spec, model, weights, device)
         memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
     return LoadedModel(
         name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head, adapters
@@ -214,7 +213,7 @@ def _open_adapters(
 ) -> AdapterStore:
     if not model.adapted:
         raise ExecutorError(f"enable_lora: given; LoRA is not supported for {name}")
-    products = {linear: weights.products[linear] for linear in model.adapted}
+    products = [weights.products[linear] for linear in model.adapted]
     return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
 

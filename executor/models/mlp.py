@@ -41,9 +41,9 @@ class Mlp:
         layer = self.gate_up
         if adapters is not None:
             assert isinstance(hidden, Tensor)
-            adapters.add(layer, hidden, gate_up := layer(hidden))
+            adapters.add(layer.number, hidden, gate_up := layer(hidden))
             gated = self._ops.gate(gate_up, self._activation)
-            adapters.add(self.down, gated, out := self.down(gated))
+            adapters.add(self.down.number, gated, out := self.down(gated))
             return out
         if (weight := layer.plain) is not None and layer.bias is None:
             assert not isinstance(hidden, Narrow)

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
-from penstock.executor.kernels.lora import ROWS
+from penstock.executor.kernels.lora import ROWS, SlotRuns
 from penstock.executor.kernels.state import MAX_SEVERAL
-from penstock.executor.models.adapters import Adapted, AdapterStore
+from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
@@ -160,7 +160,7 @@ class StepGraphs:
         graph.replay()
         return tokens[:rows], largest[:rows]
 
-    def _capture(self, size: PaddedSize, adapted: Adapted | None) -> "_Captured":
+    def _capture(self, size: PaddedSize, adapted: SlotRuns | None) -> "_Captured":
         """Capture a size with padding rows only, which read nothing and write to addresses that are never read."""
         self._inputs.send_padded(Layout([]), size)
         made = self._compute(size, adapted)  # runs what happens only on a first call, outside of the graph
@@ -174,7 +174,7 @@ class StepGraphs:
         draw[0].replay()
         return _Captured(adapted, forward, made, draw)
 
-    def _compute(self, size: PaddedSize, adapted: Adapted | None) -> tuple[Tensor, RowTensors]:
+    def _compute(self, size: PaddedSize, adapted: SlotRuns | None) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_padded(size, self._max_context)
         return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
 
@@ -198,7 +198,7 @@ def without_tokens(made: RowTensors) -> RowTensors:
 class _Captured(NamedTuple):
     """The graphs of one size."""
 
-    adapted: Adapted | None
+    adapted: SlotRuns | None
     forward: torch.cuda.CUDAGraph
     made: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
     draw: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None  # and its results; only for decode steps

@@ -194,7 +194,8 @@ class ModelRunner:
         wanted = self._wanted(layout) if asks else last[layout.samples]
         batch, ends = self._inputs.prepare(layout, wanted)
         if self._adapters is not None and numbers is not None:
-            batch = replace(batch, adapters=self._adapters.of_step(numbers, layout.query_starts, wanted))
+            adapters, wanted_adapters = self._adapters.of_step(numbers, layout.query_starts, wanted)
+            batch = replace(batch, adapters=adapters, wanted_adapters=wanted_adapters)
         records = self._asks_experts[layout.slots].any()
         with recorded_choices(self.experts if records else ()) as chosen:
             hidden = self._model.forward(batch, self._pages)  # [W, hidden]
