@@ -131,7 +131,7 @@ class Experts:
             self._num_slots = len(placed)
             self._first, end = weights.group.share(self._num_slots)
             held = placed[self._first : end]
-            self._table = SlotTable(weights.placement, layer)
+            self._table = SlotTable(weights.placement, layer, weights.group.device)
         size, is_split = moe.intermediate_size, weights.placement is None
         self.slots = [
             Mlp(spec, size, f"{prefix}experts.{expert}.", weights, ops, moe.projections, is_split) for expert in held
@@ -260,9 +260,9 @@ class SlotTable:
     of slots, and are updated in place when the plan changes, because captured CUDA graphs read them.
     """
 
-    def __init__(self, plan: Plan, layer: int) -> None:
+    def __init__(self, plan: Plan, layer: int, device: torch.device) -> None:
         width = plan.slots - plan.experts + 1  # the maximum number of copies of one expert
-        self._cdf = torch.empty(plan.experts, width, dtype=torch.int64)
+        self._cdf = torch.empty(plan.experts, width, dtype=torch.int64, device=device)
         self._slots = torch.empty_like(self._cdf)
         self.replace(plan, layer)
 
@@ -275,8 +275,6 @@ class SlotTable:
     def slots(self, ids: Tensor) -> Tensor:
         """Map experts [T, k] of token 0, 1, … to slots [T, k]."""
         ids = ids.long()
-        if self._cdf.device != ids.device:  # only in the first step, which belongs to the warm-up
-            self._cdf, self._slots = self._cdf.to(ids.device), self._slots.to(ids.device)
         token = torch.arange(len(ids), device=ids.device)[:, None]
         mixed = ((token * TOKEN_STEP & U32) + ids * EXPERT_STEP) & U32
         draw = mixed * WHOLE >> 32  # below WHOLE

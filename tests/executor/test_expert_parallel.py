@@ -119,7 +119,7 @@ def test_the_table_of_slots_is_the_numpy_rule_and_follows_another_plan_in_the_sa
     ids = torch.randint(0, 12, (500, 3))
     rng = np.random.default_rng(6)
     placed = plan(rng.zipf(1.5, (2, 12)).astype(float), 20, 4)
-    table = SlotTable(placed, 0)
+    table = SlotTable(placed, 0, torch.device("cpu"))
     addresses = [tensor.data_ptr() for tensor in vars(table).values()]
     assert table.slots(ids).tolist() == choose(placed, 0, np.arange(500)[:, None], ids.numpy()).tolist()
     for _ in range(5):
