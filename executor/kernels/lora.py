@@ -77,7 +77,7 @@ class CpuAdapters:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._held: dict[int, CpuAdapter] = {}
-        self._dtype = dtype
+        self._cpu = describe_cpu(dtype, None, None)
 
     def hold(self, number: int, products: Sequence[LoraProduct]) -> None:
         self._held[number] = CpuAdapter(products)
@@ -87,19 +87,16 @@ class CpuAdapters:
 
     def runs(self, numbers: np.ndarray) -> "CpuRuns":
         """Return the runs of tokens with these numbers [T] of adapters."""
-        adapters = {number: self._held[number] for number in np.unique(numbers).tolist() if number}
-        return CpuRuns(adapters, describe_cpu(self._dtype, None, None), numbers)
+        runs = [(first, count, self._held[number]) for first, count, number in find_runs(numbers).tolist()]
+        return CpuRuns(runs, self._cpu)
 
 
 class CpuRuns:
     """The runs of a step's rows with adapters, as the C kernels read them."""
 
-    def __init__(self, adapters: dict[int, CpuAdapter], cpu: Any, numbers: np.ndarray) -> None:
-        self._adapters, self._cpu = adapters, cpu
-        self._runs = find_runs(numbers)
-        self.structs = _csrc.ffi.new("struct penstock_run[]", len(self._runs))
-        for struct, (first, count, number) in zip(self.structs, self._runs.tolist(), strict=True):
-            struct.first, struct.count, struct.adapters = first, count, adapters[number].structs
+    def __init__(self, runs: list[tuple[int, int, CpuAdapter]], cpu: Any) -> None:
+        self._runs, self._cpu = runs, cpu  # keeps alive the adapters that the structs point to
+        self.structs = _csrc.ffi.new("struct penstock_run[]", [(*run, adapter.structs) for *run, adapter in runs])
         self._lib: Any = _csrc.lib
 
     def __len__(self) -> int:
