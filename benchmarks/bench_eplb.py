@@ -15,18 +15,16 @@ has other prompts, and so other hot experts. A rebalancing is spread over many s
 """
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from eplb_workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load, plan_by_definition
 from gpu.shapes import MODELS, model_folder
 from gpu.steps import Steps
-from pairs import HERE, Asked, cpu_ms, main, rounded, rounds, summary, table
+from pairs import HERE, Asked, main, rounded, rounds, summary, table
 
 from penstock.eplb import Plan, balance, bound, plan, replan, transfers
 from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate
@@ -58,28 +56,25 @@ class Peer:
 
     name = "vLLM"
 
-    def __init__(self, python: str, folder: Path) -> None:
+    def __init__(self, python: str) -> None:
         self._process = Asked(python, str(HERE / "eplb_peer.py"))
-        self._folder = folder
+        self.close = self._process.close
 
     def plan(self, cell: Cell, counts: np.ndarray, old: np.ndarray | None = None) -> tuple[float, np.ndarray]:
-        ask: dict[str, Any] = {"do": "plan", "load": self._save("load", counts), "out": str(self._folder / "out.npy")}
-        ask |= {"slots": cell.slots, "ranks": cell.ranks}
-        if old is not None:
-            ask["old"] = self._save("old", old)
-        ms: float = self._process.ask(ask)
-        return ms, np.load(ask["out"])
+        ask = {"load": counts.tolist(), "slots": cell.slots, "ranks": cell.ranks}
+        ms, placed = self._process.ask(["plan", ask | {"old": None if old is None else old.tolist()}])
+        return ms, np.array(placed)
 
     def transfers(self, cell: Cell, old: np.ndarray, new: np.ndarray) -> float:
-        ask = {"do": "transfers", "old": self._save("old", old), "new": self._save("new", new), "ranks": cell.ranks}
-        return float(self._process.ask(ask))
+        ms: float = self._process.ask(["transfers", {"old": old.tolist(), "new": new.tolist(), "ranks": cell.ranks}])
+        return ms
 
-    def close(self) -> None:
-        self._process.close()
 
-    def _save(self, name: str, array: np.ndarray) -> str:
-        np.save(self._folder / f"{name}.npy", np.asarray(array, np.int64))
-        return str(self._folder / f"{name}.npy")
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Return the CPU time of this thread, which other processes disturb less than wall time."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
 
 
 def beside(theirs: Callable[[], float], ours: Callable[[], object], count: int) -> dict[str, list[float]]:
@@ -173,8 +168,7 @@ def plans(peer_python: str | None = None, seeds: int = 3, repeats: int = 5, targ
     with ExitStack() as stack:
         peer: Published | Peer = Published()
         if peer_python is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            peer = stack.enter_context(closing(Peer(peer_python, Path(folder))))
+            peer = stack.enter_context(closing(Peer(peer_python)))
         planned = [compare_plans(peer, cell, kind, seeds, repeats) for cell in CELLS for kind in KINDS]
         print_table(f"Plans from scratch (CPU ms; balance), beside {peer.name}", planned)
         moves = [compare_moves(peer, cell, drift, seeds, target) for cell in DRIFTING for drift in DRIFTS]
