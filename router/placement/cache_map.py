@@ -63,7 +63,6 @@ class CacheMap:
         )
         self._name_slots()
         self._caches: dict[int, ReplicaCache] = {}
-        self._num_deep = 0  # replicas with something in a tier beneath the device
         self._aged_s = clock()
 
     def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
@@ -140,8 +139,7 @@ class CacheMap:
         if layer is None or not keys:
             return
         if self._slots[layer, cache.row] == EMPTY:
-            self._slots[layer, cache.row] = slot = self._add_slot(cache, 16 if layer else 1)
-            self._num_deep += slot != EMPTY and layer in (1, 2)
+            self._slots[layer, cache.row] = self._add_slot(cache, 16 if layer else 1)
         # The slot EMPTY refuses every key.
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
@@ -157,7 +155,6 @@ class CacheMap:
         slot = int(self._slots[layer, cache.row])
         if slot != EMPTY:
             self._slots[layer, cache.row] = EMPTY
-            self._num_deep -= layer in (1, 2)
             self.index.retire_slot(slot)
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
@@ -207,16 +204,7 @@ class CacheMap:
             self._num_counts = self.index.num_slots
             self._counts = ffi.new(I32S, self._num_counts)
         self.index.match_into(self._counts, prompt)
-        lib.penstock_cached_tokens(
-            self._c,
-            self._counts,
-            block_size,
-            space_of_row,
-            space,
-            self._num_deep,
-            fleet.num_rows,
-            fleet.cached,
-        )
+        lib.penstock_cached_tokens(self._c, self._counts, block_size, space_of_row, space, fleet.num_rows, fleet.cached)
 
     def _name_slots(self) -> None:
         start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]

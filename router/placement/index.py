@@ -68,9 +68,7 @@ class RouteIndex:
         yet. Retired slots are swept a stretch with every call, so a later call may succeed.
 
         `at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
-        slot: int = lib.penstock_route_add_slot(self._index, limit)
-        if at_ends and slot >= 0:
-            lib.penstock_route_match_at_ends(self._index, slot)
+        slot: int = lib.penstock_route_add_slot(self._index, limit, at_ends)
         self.num_slots = max(self.num_slots, slot + 1)
         return slot
 
