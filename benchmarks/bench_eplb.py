@@ -14,6 +14,7 @@ often than in service. Both decode the same requests in turn, two steps in fligh
 has other prompts, and so other hot experts. A rebalancing is spread over many steps, so every step of a run counts.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import numpy as np
+import pairs as _harness  # noqa: F401  (before eplb_workloads, so that it finds tests/support)
 from eplb_workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load, plan_by_definition
 from gpu.shapes import MODELS, model_folder
 from gpu.steps import Steps
@@ -86,51 +88,43 @@ def times(found: dict[str, list[float]]) -> dict[str, Any]:
     return {f"{side} ms": statistics.median(ms) for side, ms in found.items()} | {"times": statistics.median(ratios)}
 
 
+def means(rows: Rows) -> dict[str, float]:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
 def compare_plans(peer: Published | Peer, cell: Cell, kind: str, seeds: int, repeats: int) -> dict[str, Any]:
     """Compare plans for one cell: the median time over all pairs, and the balance per seed."""
     found: dict[str, list[float]] = {"ours": [], "theirs": []}
-    ours, theirs, bounds = [], [], []
+    rows: Rows = []
     for seed in range(seeds):
         counts = load(cell, kind, seed)
         _, before = peer.plan(cell, load(cell, kind, seed + 50))
         each = beside(lambda: peer.plan(cell, counts, before)[0], lambda: make(cell, counts), repeats)  # noqa: B023
         for side, ms in each.items():
             found[side] += ms
-        placed = peer.plan(cell, counts, before)[1]
-        ours.append(balance(counts, make(cell, counts)).mean())
-        theirs.append(balance(counts, Plan.of(placed, cell.experts, cell.ranks)).mean())
-        bounds.append(bound(counts, cell.slots, cell.ranks).mean())
-    row = {"shape": cell.name, "load": kind} | times(found)
-    row |= {"balance": float(np.mean(ours)), "theirs": float(np.mean(theirs)), "bound": float(np.mean(bounds))}
-    return row | {"least lead": float(np.min(np.subtract(ours, theirs)))}
+        theirs = Plan.of(peer.plan(cell, counts, before)[1], cell.experts, cell.ranks)
+        row = {"balance": balance(counts, make(cell, counts)).mean(), "theirs": balance(counts, theirs).mean()}
+        rows.append(row | {"bound": bound(counts, cell.slots, cell.ranks).mean()})
+    least = min(float(row["balance"] - row["theirs"]) for row in rows)
+    return {"shape": cell.name, "load": kind} | times(found) | means(rows) | {"least lead": least}
 
 
 def compare_moves(peer: Published | Peer, cell: Cell, drift: str, seeds: int, target: float) -> dict[str, Any]:
     """Compare weights that cross to another rank, in percent of all slots; both sides start from their own plan."""
-    kept, ours, theirs, moved, moved_by_peer, took = [], [], [], [], [], []
-    for kind in ("zipf", "logn1"):
-        for seed in range(seeds):
-            counts, later = load(cell, kind, seed), drifted(cell, kind, seed, drift)
-            old = make(cell, counts)
-            took.append(cpu_ms(lambda: replan(later, old, target=target)))  # noqa: B023
-            new = replan(later, old, target=target)
-            _, peer_old = peer.plan(cell, counts)
-            _, peer_new = peer.plan(cell, later, peer_old)
-            kept.append(balance(later, old).mean())
-            ours.append(balance(later, new).mean())
-            theirs.append(balance(later, Plan.of(peer_new, cell.experts, cell.ranks)).mean())
-            moved.append(arrivals(old.phy2log, new.phy2log, cell))
-            moved_by_peer.append(arrivals(peer_old, peer_new, cell))
-    row = {"shape": cell.name, "drift": drift, "stay": float(np.mean(kept)), "replan": float(np.mean(ours))}
-    row |= {
-        "theirs": float(np.mean(theirs)),
-        "moved %": float(np.mean(moved)),
-        "their %": float(np.mean(moved_by_peer)),
-    }
-    return row | {
-        "part": float(np.mean(moved) / max(np.mean(moved_by_peer), 1e-9)),
-        "replan ms": statistics.median(took),
-    }
+    rows, took = [], []
+    for kind, seed in itertools.product(("zipf", "logn1"), range(seeds)):
+        counts, later = load(cell, kind, seed), drifted(cell, kind, seed, drift)
+        old = make(cell, counts)
+        took.append(cpu_ms(lambda: replan(later, old, target=target)))  # noqa: B023
+        new = replan(later, old, target=target)
+        _, peer_old = peer.plan(cell, counts)
+        _, peer_new = peer.plan(cell, later, peer_old)
+        plans = {"stay": old, "replan": new, "theirs": Plan.of(peer_new, cell.experts, cell.ranks)}
+        row = {name: balance(later, each).mean() for name, each in plans.items()}
+        row |= {"moved %": arrivals(old.phy2log, new.phy2log, cell), "their %": arrivals(peer_old, peer_new, cell)}
+        rows.append(row)
+    row = {"shape": cell.name, "drift": drift} | means(rows)
+    return row | {"part": row["moved %"] / max(row["their %"], 1e-9), "replan ms": statistics.median(took)}
 
 
 def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:

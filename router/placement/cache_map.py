@@ -56,7 +56,7 @@ class CacheMap:
         self.index = RouteIndex(config.max_facts, seed=seed)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
-        self._num_counts, self._counts = 1, ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
+        self._counts = ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
         self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
@@ -200,9 +200,8 @@ class CacheMap:
     def cached_tokens(self, prompt: PromptKeys, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
         """Fill in, per row of the key space, how many tokens of the prompt need not be computed there. Deeper tiers count in
         part. `space_of_row` and `fleet` are C structures."""
-        if self._num_counts != self.index.num_slots:
-            self._num_counts = self.index.num_slots
-            self._counts = ffi.new(I32S, self._num_counts)
+        if len(self._counts) != self.index.num_slots:
+            self._counts = ffi.new(I32S, self.index.num_slots)
         self.index.match_into(self._counts, prompt)
         lib.penstock_cached_tokens(self._c, self._counts, block_size, space_of_row, space, fleet.num_rows, fleet.cached)
 

@@ -243,7 +243,7 @@ class Placement:
         row, cache = replica.load.row, replica.cache
         return {
             "available": bool(self.loads.is_open[row]),
-            "active_requests": replica.load.num_active,
+            "active_requests": int(self.loads.active[row]),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
