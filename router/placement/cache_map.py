@@ -49,11 +49,11 @@ class ReplicaCache:
 class CacheMap:
     """The caches of all replicas, in one index. Of this only `RouteIndex` may be used from any thread."""
 
-    def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
+    def __init__(self, config: PolicyConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self.totals: Counter[str] = Counter()  # over all replicas, removed ones included
-        self.index = RouteIndex(config.max_facts, seed=seed)
+        self.index = RouteIndex(config.max_facts)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
         self._counts = ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
