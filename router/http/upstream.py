@@ -60,7 +60,6 @@ class Upstream(asyncio.Protocol):
         self.sink: Sink | None = None
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has arrived
-        self.is_closed = False
         self.is_at_boundary = False  # the received part of a chunked body ends with a complete chunk
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
@@ -93,7 +92,6 @@ class Upstream(asyncio.Protocol):
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closed = True
         sink, self.sink = self.sink, None
         self.pool.forget(self)
         if sink is not None:
@@ -211,7 +209,7 @@ class Pool:
     def take_idle(self) -> Upstream | None:
         while self._idle:
             upstream = self._idle.pop()
-            if not upstream.is_closed and not upstream.transport.is_closing():
+            if not upstream.transport.is_closing():
                 return upstream
         return None
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import KeySpace, PromptKeys, RouteIndex
+from penstock.router.placement.index import Keys, KeySpace, RouteIndex
 from penstock.router.placement.load import PolicyConfig
 
 TIERS = ("device", "host", "disk")
@@ -164,16 +164,15 @@ class CacheMap:
 
     # -- the router's predictions ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, prompt: PromptKeys, num_known: int) -> None:
+    def expect(self, cache: ReplicaCache, keys: Keys, num_ends: int, num_known: int) -> None:
         """Record that a request with these keys goes to the replica, which should have the first `num_known` of them."""
-        keys, last = prompt.keys, prompt.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
             slot = self._slots[0, cache.row] = self._add_slot(cache)
         if slot == EMPTY:
             return
         if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
-            keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
+            keys, num_known = keys[max(0, num_ends - 1) : num_ends], int(num_known >= num_ends)
         if not cache.is_estimated:
             self.index.predict(slot, keys, num_known)
             return
@@ -197,12 +196,14 @@ class CacheMap:
 
     # -- cached tokens ----------------------------------------------------------------------------------
 
-    def cached_tokens(self, prompt: PromptKeys, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
+    def cached_tokens(
+        self, keys: Keys, num_ends: int, block_size: int, space_of_row: Any, space: int, fleet: Any
+    ) -> None:
         """Fill in, per row of the key space, how many tokens of the prompt need not be computed there. Deeper tiers count in
         part. `space_of_row` and `fleet` are C structures."""
         if len(self._counts) != self.index.num_slots:
             self._counts = ffi.new(I32S, self.index.num_slots)
-        self.index.match_into(self._counts, prompt)
+        self.index.match_into(self._counts, keys, num_ends)
         lib.penstock_cached_tokens(self._c, self._counts, block_size, space_of_row, space, fleet.num_rows, fleet.cached)
 
     def _name_slots(self) -> None:
