@@ -139,10 +139,8 @@ class LoadTable:
         return float(self.queued[row] - max(done, 0.0))
 
     def _count_rows(self) -> None:
-        in_use = np.ones(self.num_rows, dtype=bool)
-        in_use[self._free] = False
-        self.c.num_in_use = int(in_use.sum())
-        self.c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
+        self.c.num_in_use = self.num_rows - len(self._free)
+        self.c.total_capacity = (1.0 / self.per_capacity[self.per_capacity > 0]).sum()
 
     def _name_columns(self) -> None:
         start, stride = ffi.from_buffer("double[]", self._columns), self._columns.shape[1]
