@@ -13,7 +13,6 @@ is unpacked into a temporary folder and gets its own extension; uncommitted chan
 import contextlib
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,9 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_route import LOADS, ROUTE, per_cpu_second
+from bench_route import BACKEND, per_cpu_second
+from gateways import ROUTE
 from gpu.shapes import HYBRID
-from pairs import ROOT, Asked, main, rounded, rounds, serving, summary, wait_ready
+from pairs import ROOT, Asked, answers, environment, is_ready, main, rounded, rounds, serving, summary
 from peers import BATCHES, DEFAULT_VOCAB, Batch
 
 from penstock.engine.commands.bench import startup
@@ -85,11 +85,12 @@ def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple
             start = partial(startup.first_token_s, SERVE)
             yield {side: partial(start, env=environment(root)) for side, root in trees.items()}, "s"
         else:
-            backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
-            command = (*ROUTE, "--backend", f"http://127.0.0.1:{backend}")
-            routers = {side: stack.enter_context(serving(*command, root=root)) for side, root in trees.items()}
-            for port, _ in routers.values():
-                wait_ready(port)
+            backend = stack.enter_context(serving("backend", BACKEND, answers))
+            command = (*ROUTE, "--backend", backend.url)
+            routers = {
+                side: stack.enter_context(serving(side, command, is_ready, env=environment(root)))
+                for side, root in trees.items()
+            }
             streams = figure == "router-chunks"
             sides = {side: partial(per_cpu_second, each, streams, ROUTER_SECONDS) for side, each in routers.items()}
             yield sides, "per CPU second"
@@ -103,10 +104,6 @@ def engine(root: Path, batch: Batch, model: Path) -> Asked:
         job |= {"model": str(model), "vocab_size": HYBRID["vocab_size"], "options": options}
     job["options"] |= {"max_model_len": 2048}
     return Asked(sys.executable, str(root / "benchmarks/offline_job.py"), json.dumps(job), env=environment(root))
-
-
-def environment(root: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
 
 
 def unpacked(revision: str, folder: Path) -> Path:

@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,10 +27,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from compare import Side, measure
-from pairs import ROOT, child, main, rounded, rounds
+from pairs import ROOT, answers, fetch, main, rounded, rounds, serving
 from peers import Setup
 
-from penstock.engine.commands.prove.own.server import free_port
 from penstock.engine.model_files import resolve_model
 
 START_TIMEOUT_S = 900.0
@@ -59,12 +57,9 @@ class Server(NamedTuple):
     @contextmanager
     def started(self, *more: str) -> Iterator[tuple[str, int, float]]:
         """Run the server; yield its URL, its process and the seconds until it answered with a token."""
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        words = [word.replace("{port}", str(port)) for word in [*self.command, *more]]
         began_s = time.perf_counter()
-        with child("server", words, lambda: answers(url), START_TIMEOUT_S, self.env) as process:
-            yield url, process.pid, time.perf_counter() - began_s
+        with serving("server", [*self.command, *more], gives_a_token, START_TIMEOUT_S, self.env) as server:
+            yield server.url, server.process.pid, time.perf_counter() - began_s
 
     def evict(self) -> None:
         """Take the files out of the page cache, as after a boot."""
@@ -75,22 +70,14 @@ class Server(NamedTuple):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def answers(url: str) -> bool:
-    with suppress(OSError):
-        return post(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0}) is not None
-    return False
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return json.loads(answer.read())
+def gives_a_token(url: str) -> bool:
+    return answers(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0})
 
 
 def first_token_ms(url: str, prompt: list[int], found: int) -> float:
     """Return the time of an answer of one token; of the prompt, at least `found` tokens must have been reused."""
     began_s = time.perf_counter()
-    answer = post(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 1, "temperature": 0})
+    answer = json.loads(fetch(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 1, "temperature": 0}))
     elapsed_ms = (time.perf_counter() - began_s) * 1e3
     details = answer["usage"].get("prompt_tokens_details") or {}
     reused = answer.get("timings", {}).get("cache_n", details.get("cached_tokens") or 0)
@@ -137,12 +124,12 @@ def visit(server: Server, length: int, requests: int, seeds: Iterator[int]) -> F
                 time.sleep(1)  # what is stored in the background is not measured
             found["host ms"] = first_token_ms(url, first, reused)
             if server.restores:
-                post(f"{url}/slots/0?action=save", {"filename": "first"})
+                fetch(f"{url}/slots/0?action=save", {"filename": "first"})
         with server.started(*options) as (url, _, _):
             first_token_ms(url, again, 0)
             began_s = time.perf_counter()
             if server.restores:
-                post(f"{url}/slots/0?action=restore", {"filename": "first"})
+                fetch(f"{url}/slots/0?action=restore", {"filename": "first"})
             loaded_ms = (time.perf_counter() - began_s) * 1e3
             found["disk ms"] = loaded_ms + first_token_ms(url, first, reused)
     return found

@@ -14,19 +14,19 @@ often than in service. Both decode the same requests in turn, two steps in fligh
 has other prompts, and so other hot experts. A rebalancing is spread over many steps, so every step of a run counts.
 """
 
+import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pairs as _harness  # noqa: F401  (before eplb_workloads, so that it finds tests/support)
 from eplb_workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load, plan_by_definition
 from gpu.shapes import MODELS, model_folder
 from gpu.steps import Steps
-from pairs import HERE, Asked, cpu_ms, main, rounded, rounds, summary, table
+from pairs import HERE, Asked, main, rounded, rounds, summary, table
 
 from penstock.eplb import Plan, balance, bound, plan, replan, transfers
 from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate
@@ -58,28 +58,25 @@ class Peer:
 
     name = "vLLM"
 
-    def __init__(self, python: str, folder: Path) -> None:
+    def __init__(self, python: str) -> None:
         self._process = Asked(python, str(HERE / "eplb_peer.py"))
-        self._folder = folder
+        self.close = self._process.close
 
     def plan(self, cell: Cell, counts: np.ndarray, old: np.ndarray | None = None) -> tuple[float, np.ndarray]:
-        ask: dict[str, Any] = {"do": "plan", "load": self._save("load", counts), "out": str(self._folder / "out.npy")}
-        ask |= {"slots": cell.slots, "ranks": cell.ranks}
-        if old is not None:
-            ask["old"] = self._save("old", old)
-        ms: float = self._process.ask(ask)
-        return ms, np.load(ask["out"])
+        ask = {"load": counts.tolist(), "slots": cell.slots, "ranks": cell.ranks}
+        ms, placed = self._process.ask(["plan", ask | {"old": None if old is None else old.tolist()}])
+        return ms, np.array(placed)
 
     def transfers(self, cell: Cell, old: np.ndarray, new: np.ndarray) -> float:
-        ask = {"do": "transfers", "old": self._save("old", old), "new": self._save("new", new), "ranks": cell.ranks}
-        return float(self._process.ask(ask))
+        ms: float = self._process.ask(["transfers", {"old": old.tolist(), "new": new.tolist(), "ranks": cell.ranks}])
+        return ms
 
-    def close(self) -> None:
-        self._process.close()
 
-    def _save(self, name: str, array: np.ndarray) -> str:
-        np.save(self._folder / f"{name}.npy", np.asarray(array, np.int64))
-        return str(self._folder / f"{name}.npy")
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Return the CPU time of this thread, which other processes disturb less than wall time."""
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e3
 
 
 def beside(theirs: Callable[[], float], ours: Callable[[], object], count: int) -> dict[str, list[float]]:
@@ -91,51 +88,43 @@ def times(found: dict[str, list[float]]) -> dict[str, Any]:
     return {f"{side} ms": statistics.median(ms) for side, ms in found.items()} | {"times": statistics.median(ratios)}
 
 
+def means(rows: Rows) -> dict[str, float]:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
 def compare_plans(peer: Published | Peer, cell: Cell, kind: str, seeds: int, repeats: int) -> dict[str, Any]:
     """Compare plans for one cell: the median time over all pairs, and the balance per seed."""
     found: dict[str, list[float]] = {"ours": [], "theirs": []}
-    ours, theirs, bounds = [], [], []
+    rows: Rows = []
     for seed in range(seeds):
         counts = load(cell, kind, seed)
         _, before = peer.plan(cell, load(cell, kind, seed + 50))
         each = beside(lambda: peer.plan(cell, counts, before)[0], lambda: make(cell, counts), repeats)  # noqa: B023
         for side, ms in each.items():
             found[side] += ms
-        placed = peer.plan(cell, counts, before)[1]
-        ours.append(balance(counts, make(cell, counts)).mean())
-        theirs.append(balance(counts, Plan.of(placed, cell.experts, cell.ranks)).mean())
-        bounds.append(bound(counts, cell.slots, cell.ranks).mean())
-    row = {"shape": cell.name, "load": kind} | times(found)
-    row |= {"balance": float(np.mean(ours)), "theirs": float(np.mean(theirs)), "bound": float(np.mean(bounds))}
-    return row | {"least lead": float(np.min(np.subtract(ours, theirs)))}
+        theirs = Plan.of(peer.plan(cell, counts, before)[1], cell.experts, cell.ranks)
+        row = {"balance": balance(counts, make(cell, counts)).mean(), "theirs": balance(counts, theirs).mean()}
+        rows.append(row | {"bound": bound(counts, cell.slots, cell.ranks).mean()})
+    least = min(float(row["balance"] - row["theirs"]) for row in rows)
+    return {"shape": cell.name, "load": kind} | times(found) | means(rows) | {"least lead": least}
 
 
 def compare_moves(peer: Published | Peer, cell: Cell, drift: str, seeds: int, target: float) -> dict[str, Any]:
     """Compare weights that cross to another rank, in percent of all slots; both sides start from their own plan."""
-    kept, ours, theirs, moved, moved_by_peer, took = [], [], [], [], [], []
-    for kind in ("zipf", "logn1"):
-        for seed in range(seeds):
-            counts, later = load(cell, kind, seed), drifted(cell, kind, seed, drift)
-            old = make(cell, counts)
-            took.append(cpu_ms(lambda: replan(later, old, target=target)))  # noqa: B023
-            new = replan(later, old, target=target)
-            _, peer_old = peer.plan(cell, counts)
-            _, peer_new = peer.plan(cell, later, peer_old)
-            kept.append(balance(later, old).mean())
-            ours.append(balance(later, new).mean())
-            theirs.append(balance(later, Plan.of(peer_new, cell.experts, cell.ranks)).mean())
-            moved.append(arrivals(old.phy2log, new.phy2log, cell))
-            moved_by_peer.append(arrivals(peer_old, peer_new, cell))
-    row = {"shape": cell.name, "drift": drift, "stay": float(np.mean(kept)), "replan": float(np.mean(ours))}
-    row |= {
-        "theirs": float(np.mean(theirs)),
-        "moved %": float(np.mean(moved)),
-        "their %": float(np.mean(moved_by_peer)),
-    }
-    return row | {
-        "part": float(np.mean(moved) / max(np.mean(moved_by_peer), 1e-9)),
-        "replan ms": statistics.median(took),
-    }
+    rows, took = [], []
+    for kind, seed in itertools.product(("zipf", "logn1"), range(seeds)):
+        counts, later = load(cell, kind, seed), drifted(cell, kind, seed, drift)
+        old = make(cell, counts)
+        took.append(cpu_ms(lambda: replan(later, old, target=target)))  # noqa: B023
+        new = replan(later, old, target=target)
+        _, peer_old = peer.plan(cell, counts)
+        _, peer_new = peer.plan(cell, later, peer_old)
+        plans = {"stay": old, "replan": new, "theirs": Plan.of(peer_new, cell.experts, cell.ranks)}
+        row = {name: balance(later, each).mean() for name, each in plans.items()}
+        row |= {"moved %": arrivals(old.phy2log, new.phy2log, cell), "their %": arrivals(peer_old, peer_new, cell)}
+        rows.append(row)
+    row = {"shape": cell.name, "drift": drift} | means(rows)
+    return row | {"part": row["moved %"] / max(row["their %"], 1e-9), "replan ms": statistics.median(took)}
 
 
 def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:
@@ -173,8 +162,7 @@ def plans(peer_python: str | None = None, seeds: int = 3, repeats: int = 5, targ
     with ExitStack() as stack:
         peer: Published | Peer = Published()
         if peer_python is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            peer = stack.enter_context(closing(Peer(peer_python, Path(folder))))
+            peer = stack.enter_context(closing(Peer(peer_python)))
         planned = [compare_plans(peer, cell, kind, seeds, repeats) for cell in CELLS for kind in KINDS]
         print_table(f"Plans from scratch (CPU ms; balance), beside {peer.name}", planned)
         moves = [compare_moves(peer, cell, drift, seeds, target) for cell in DRIFTING for drift in DRIFTS]

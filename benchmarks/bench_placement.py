@@ -74,7 +74,7 @@ def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dic
 
 def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dict[str, float]]:
     """Measure decisions where the replicas hold the prompt to different depths, one of them completely."""
-    keys = placement.prepare(tokens).spaces[0][1].keys
+    keys = placement.prepare(tokens).spaces[0][1]
     for number, replica in enumerate(placement.view()):
         run = keys[: len(keys) * (number + 1) // len(placement.view())].tobytes()
         placement.apply_events(replica, [Snapshot(0, "device", run, True, True)])

@@ -28,16 +28,28 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import uvloop
-from gateways import Worker, gateway
-from pairs import compare, main, quantile, rounded, rounds, serving, summary, wait_ready
-from tests.support.peer_rig import free_addresses
+from gateways import ROUTE, Worker, gateway
+from pairs import (
+    Server,
+    answers,
+    compare,
+    environment,
+    free_port,
+    is_ready,
+    main,
+    quantile,
+    rounded,
+    rounds,
+    serving,
+    summary,
+)
 from tests.support.router_fleet import mock_replicas
 
 from penstock.engine.commands.bench.serving import EncodedCall, drive
 from penstock.engine.commands.prove.http_client import Client, Target
 
 LOADS = f"{sys.path[0]}/route_load.py"
-ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-requests", "4096")
+BACKEND = (sys.executable, LOADS, "backend", "{port}")
 EVENTS = 200  # events per stream
 PEER_POLICIES = ("cache_aware", "round_robin")
 SETTLE_S = 1.0  # time until the answers of `split` stream
@@ -61,16 +73,16 @@ def content_of(client: Client, fields: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def client_of(port: int) -> Iterator[Client]:
-    client = Client(Target.of(f"http://127.0.0.1:{port}"))
+def client_of(url: str) -> Iterator[Client]:
+    client = Client(Target.of(url))
     yield client
     client.close()
 
 
-async def repeat(port: int, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
+async def repeat(url: str, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
     """Send requests one after another on each connection."""
     end_s = time.perf_counter() + seconds
-    with client_of(port) as client:
+    with client_of(url) as client:
 
         async def one() -> list[Answer]:
             found = []
@@ -88,10 +100,10 @@ STREAM = {"model": "m", "stream": True, "num_events": EVENTS, "prompt": "word"}
 PROMPTS = 500  # prompts with different beginnings, for gateways that examine them
 
 
-async def paced(port: int, rate: float, seconds: float) -> list[float]:
+async def paced(url: str, rate: float, seconds: float) -> list[float]:
     """Return the milliseconds of requests sent at even intervals. It spins, because an event loop's timers have a
     resolution of a millisecond and would send bursts."""
-    with client_of(port) as client:
+    with client_of(url) as client:
         due_s = time.perf_counter()
         end_s, tasks = due_s + seconds, []
         while (now_s := time.perf_counter()) < end_s:
@@ -109,18 +121,17 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
-def per_cpu_second(proxy: tuple[int, int], streams: bool, seconds: float, prompts: int = 1) -> float:
+def per_cpu_second(proxy: Server, streams: bool, seconds: float, prompts: int = 1) -> float:
     """Return requests or stream chunks per CPU second of the proxy, with `prompts` different beginnings."""
-    port, pid = proxy
-    begun_s, turns = cpu_s(pid), itertools.count()
+    begun_s, turns = cpu_s(proxy.process.pid), itertools.count()
     fields, times = (STREAM, 1) if streams else (SMALL, 190)
     calls = [fields | {"prompt": f"{number} " * (prompts > 1) + "word " * times} for number in range(prompts)]
-    answers = uvloop.run(repeat(port, 32, seconds, lambda: calls[next(turns) % prompts]))
+    answers = uvloop.run(repeat(proxy.url, 32, seconds, lambda: calls[next(turns) % prompts]))
     assert all(answer.status == 200 for answer in answers)
-    return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
+    return len(answers) * (EVENTS if streams else 1) / (cpu_s(proxy.process.pid) - begun_s)
 
 
-def beside(proxies: dict[str, tuple[int, int]], pairs: int, seconds: float, prompts: int = 1) -> dict[str, Any]:
+def beside(proxies: dict[str, Server], pairs: int, seconds: float, prompts: int = 1) -> dict[str, Any]:
     """Compare the first proxy with each other one."""
     figures: dict[str, Any] = {}
     first, *others = proxies
@@ -136,20 +147,20 @@ def beside(proxies: dict[str, tuple[int, int]], pairs: int, seconds: float, prom
 
 def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
-        backend, pid = stack.enter_context(serving(sys.executable, LOADS, "backend"))
-        router = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
-        wait_ready(router[0])
+        backend = stack.enter_context(serving("backend", BACKEND, answers))
+        router = stack.enter_context(serving("router", (*ROUTE, "--backend", backend.url), is_ready, env=environment()))
         proxies = {"router": router}
         if peer_python:
-            proxies["aiohttp"] = stack.enter_context(serving(peer_python, LOADS, "aiohttp", str(backend)))
+            command = (peer_python, LOADS, "aiohttp", "{port}", backend.url)
+            proxies["aiohttp"] = stack.enter_context(serving("aiohttp", command, answers))
         else:
             print("no --peer-python: beside the backend itself")
-            proxies["backend"] = backend, pid
+            proxies["backend"] = backend
         figures = beside(proxies, pairs, seconds)
-        rate = len(uvloop.run(repeat(router[0], 32, seconds, lambda: SMALL))) / seconds / 2
+        rate = len(uvloop.run(repeat(router.url, 32, seconds, lambda: SMALL))) / seconds / 2
         added: dict[float, list[float]] = {0.5: [], 0.99: []}
         for _ in range(pairs):
-            through, straight = (uvloop.run(paced(port, rate, seconds)) for port in (router[0], backend))
+            through, straight = (uvloop.run(paced(each.url, rate, seconds)) for each in (router, backend))
             for share, values in added.items():
                 values.append(quantile(through, share) - quantile(straight, share))
     latency = {f"added_p{100 * share:.0f}_ms": rounded(statistics.median(values)) for share, values in added.items()}
@@ -165,8 +176,7 @@ def gateways(
     names = ["penstock", *(f"{each}-router:{policy}" for policy in PEER_POLICIES for each in ("vllm", "sglang"))]
     names += ["nginx"] if nginx else []
     with contextlib.ExitStack() as stack:
-        backends = [stack.enter_context(serving(sys.executable, LOADS, "backend"))[0] for _ in range(2)]
-        workers = [Worker(f"http://127.0.0.1:{port}") for port in backends]
+        workers = [Worker(stack.enter_context(serving("backend", BACKEND, answers)).url) for _ in range(2)]
         known = {"bin": programs, "nginx": nginx or ""}
         proxies = {name: stack.enter_context(gateway(name, workers, known)) for name in names}
         return beside(proxies, pairs, seconds, PROMPTS)
@@ -176,11 +186,11 @@ def gateways(
 
 
 async def gaps_and_first_tokens(
-    port: int, prompt_tokens: int, every: float, seconds: float, rng: random.Random
+    url: str, prompt_tokens: int, every: float, seconds: float, rng: random.Random
 ) -> tuple[list[float], list[float]]:
     """Return the milliseconds between two tokens of the streams, and to the first tokens of the long prompts beside them."""
     end_s = SETTLE_S + seconds
-    with client_of(port) as client:
+    with client_of(url) as client:
 
         def call(num_tokens: int, max_tokens: int, at_s: float) -> EncodedCall:
             tokens = [rng.randrange(256) for _ in range(num_tokens)]
@@ -203,7 +213,7 @@ async def gaps_and_first_tokens(
 def split(
     pairs: int = 5, seconds: float = 4.0, prompt_tokens: int = 6000, every: float = 0.5, prefill_threshold: int = 512
 ) -> dict[str, Any]:
-    (address,) = free_addresses(1)
+    address = f"127.0.0.1:{free_port()}"
     pace = {"prefill_tps": 20_000, "inter_token_s": TOKEN_S, "kv_host_bytes": 1 << 24, "max_model_len": 131_072}
     rng = random.Random(0)
     seen: dict[str, tuple[list[float], list[float]]] = {"split": ([], []), "pool": ([], [])}
@@ -213,20 +223,22 @@ def split(
         roles: tuple[str, ...] = ("--backend", f"{first.url},prefill={address}", "--backend", second.url)
         roles += ("--prefill-threshold", str(prefill_threshold))
         both = ("--backend", first.url, "--backend", second.url)
-        ports = {
-            name: stack.enter_context(serving(*ROUTE, *given))[0] for name, given in (("split", roles), ("pool", both))
+        routers = {
+            name: stack.enter_context(serving(name, (*ROUTE, *given), is_ready, env=environment()))
+            for name, given in (("split", roles), ("pool", both))
         }
 
         def p99(name: str) -> float:
-            gaps, first_tokens = uvloop.run(gaps_and_first_tokens(ports[name], prompt_tokens, every, seconds, rng))
+            gaps, first_tokens = uvloop.run(
+                gaps_and_first_tokens(routers[name].url, prompt_tokens, every, seconds, rng)
+            )
             seen[name][0].extend(gaps)
             seen[name][1].extend(first_tokens)
             return quantile(gaps, 0.99)
 
-        for port in ports.values():
-            wait_ready(port)
-            uvloop.run(gaps_and_first_tokens(port, prompt_tokens, every, 1.0, rng))  # connections, learned speeds
-        found = compare("p99 between tokens", {name: partial(p99, name) for name in ports}, pairs, "ms")
+        for router in routers.values():
+            uvloop.run(gaps_and_first_tokens(router.url, prompt_tokens, every, 1.0, rng))  # connections, learned speeds
+        found = compare("p99 between tokens", {name: partial(p99, name) for name in routers}, pairs, "ms")
         moved = second.metric('penstock:kv_tier_hit_tokens_total{model_name="mock",tier="peer"}')
     figures: dict[str, Any] = {"gap_p99_ms": found, "tokens_moved": moved}
     for name, (gaps, first_tokens) in seen.items():

@@ -9,6 +9,7 @@ large as they need, so that they preempt each other.
 """
 
 import random
+import statistics
 import time
 from array import array
 from collections import deque
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pairs import main, medians, rounds, table
+from pairs import main, rounds, table
 from tests.support.oracle import OracleExecutor
 
 from penstock.engine.config import SchedulerConfig
@@ -141,7 +142,10 @@ def steps(running: int = 256, steps: int = 400, pairs: int = 10) -> dict[str, An
     for name, loads in runs.items():
         found = [load.per_row_us() for load in loads]
         totals = [each["total"] for each in found]
-        figures = medians(found) | {"least": min(totals), "most": max(totals)}
+        figures = {part: statistics.median(each[part] for each in found) for part in found[0]} | {
+            "least": min(totals),
+            "most": max(totals),
+        }
         held &= figures["total"] <= FLOOR_US
         rows.append({"µs per request and step": name, **figures})
     table(rows)

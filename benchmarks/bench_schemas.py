@@ -54,8 +54,9 @@ class Schemas:
         return None
 
 
-def check_suite(files: list[Path], schemas: Schemas) -> None:
-    for file in files:
+def suite(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
+    schemas = Schemas(coerce_one_of, list_all)
+    for file in sorted(Path(folder).glob("*.json")):
         for case in json.loads(file.read_text()):
             where = f"{file.stem} | {case['description']}"
             matcher = schemas.compiled(case["schema"], where)
@@ -70,10 +71,12 @@ def check_suite(files: list[Path], schemas: Schemas) -> None:
                 schemas.counts[kind] += 1
                 if accepted != test["valid"] and (accepted or schemas.lists_all):
                     print(kind, where, test["description"], sep=" | ")
+    return schemas.counts
 
 
-def check_public(files: list[Path], schemas: Schemas) -> None:
-    for file in files:
+def public(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
+    schemas = Schemas(coerce_one_of, list_all)
+    for file in sorted(Path(folder).rglob("*.json")):
         schema = json.loads(file.read_text())
         matcher = schemas.compiled(schema, file.stem)
         schemas.counts["compiled" if matcher is not None else "refused"] += 1
@@ -84,6 +87,7 @@ def check_public(files: list[Path], schemas: Schemas) -> None:
         if len(text) < MAX_WALK and (why := complaint(schema, text)):
             schemas.counts["invalid answers"] += 1
             print("invalid answer", file.stem, why, text.decode(errors="replace")[:200], sep=" | ")
+    return schemas.counts
 
 
 def walk(backend: Any, rng: random.Random) -> Iterator[int]:
@@ -109,18 +113,6 @@ def complaint(schema: Any, text: bytes) -> str:
     except re.error:
         pass
     return ""
-
-
-def suite(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
-    schemas = Schemas(coerce_one_of, list_all)
-    check_suite(sorted(Path(folder).glob("*.json")), schemas)
-    return schemas.counts
-
-
-def public(folder: str = "", coerce_one_of: bool = False, list_all: bool = False) -> dict[str, int]:
-    schemas = Schemas(coerce_one_of, list_all)
-    check_public(sorted(Path(folder).rglob("*.json")), schemas)
-    return schemas.counts
 
 
 if __name__ == "__main__":

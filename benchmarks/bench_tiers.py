@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.shapes import HYBRID
-from pairs import main, quantile, rounded, rounds, summary, table
+from pairs import free_port, main, quantile, rounded, rounds, summary, table
 
 from penstock import LLM, SamplingParams
 from penstock.cache.tiers.disk.calls import SystemCalls
@@ -104,8 +103,7 @@ def found(
     shared: list[int] = [2000],  # noqa: B006
     output_len: int = 16,
 ) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     rng, vocab = random.Random(0), HYBRID["vocab_size"] if model == "hybrid" else 40_000
     prompts = [(length, rng.choices(range(FIRST_ID, vocab), k=length + 8)) for length in shared for _ in range(pairs)]
     warming = [rng.choices(range(FIRST_ID, vocab), k=64)]

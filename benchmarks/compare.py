@@ -22,13 +22,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from urllib.request import Request, urlopen
 
-from pairs import child, record, rounds, summary
+from pairs import answers, record, rounds, serving, summary
 
 from penstock.engine.commands import bench
 from penstock.engine.commands.prove.http_client import key_header
-from penstock.engine.commands.prove.own.server import free_port
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better
@@ -78,20 +76,14 @@ def started(name: str, what: str, model: str | None) -> Iterator[Side]:
     if what.startswith(("http://", "https://")):
         yield Side(name, what)
         return
-    port = free_port()
-    words = [word.replace("{port}", str(port)) for word in command_of(what, model)]
-    with child(f"side {name}", words, lambda: lists_models(port), START_TIMEOUT_S) as process:
-        side = Side(name, f"http://127.0.0.1:{port}", process)
+
+    def lists_models(url: str) -> bool:
+        return answers(f"{url}/v1/models", headers=key_header())
+
+    with serving(f"side {name}", command_of(what, model), lists_models, START_TIMEOUT_S) as server:
+        side = Side(name, server.url, server.process)
         side.signal(signal.SIGSTOP)
         yield side
-
-
-def lists_models(port: int) -> bool:
-    """Tell whether the server lists its models; a server that listens may still be loading."""
-    request = Request(f"http://127.0.0.1:{port}/v1/models", headers=key_header())
-    with contextlib.suppress(OSError), urlopen(request, timeout=5):
-        return True
-    return False
 
 
 def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:

@@ -21,31 +21,27 @@ class NoWire:
         return lambda *args, **kwargs: None
 
 
-def plan(ask: dict[str, Any]) -> float:
+def plan(load: list[Any], slots: int, ranks: int, old: list[Any] | None) -> tuple[float, list[Any]]:
     """Time the placement with old slots kept, and its inverse maps, which every rank computes in a rebalance."""
-    load = torch.from_numpy(np.load(ask["load"]))
-    old = torch.from_numpy(np.load(ask["old"])) if "old" in ask else None
+    counts, before = torch.tensor(load), None if old is None else torch.tensor(old)
     start = time.thread_time()
-    placed = DefaultEplbPolicy.rebalance_experts(
-        load, ask["slots"], 1, 1, ask["ranks"], old
-    )  # fmt: skip
-    compute_logical_maps(placed, load.shape[1])
-    took = time.thread_time() - start
-    np.save(ask["out"], placed.numpy())
-    return took
+    placed = DefaultEplbPolicy.rebalance_experts(counts, slots, 1, 1, ranks, before)
+    compute_logical_maps(placed, counts.shape[1])
+    return 1e3 * (time.thread_time() - start), placed.tolist()
 
 
-def transfers(ask: dict[str, Any]) -> float:
+def transfers(old: list[Any], new: list[Any], ranks: int) -> float:
     """Time what rank 0 computes for all layers; every rank does as much."""
-    old, new = np.load(ask["old"]).astype(np.int64), np.load(ask["new"]).astype(np.int64)
+    before, after = np.array(old), np.array(new)
     start = time.thread_time()
-    for layer in range(len(old)):
-        move_to_buffer(old.shape[1] // ask["ranks"], old[layer], new[layer], [], [], None, 0, NoWire(), layer)
-    return time.thread_time() - start
+    for layer in range(len(before)):
+        move_to_buffer(before.shape[1] // ranks, before[layer], after[layer], [], [], None, 0, NoWire(), layer)
+    return 1e3 * (time.thread_time() - start)
 
 
-def answer(ask: dict[str, Any]) -> float:
-    return {"plan": plan, "transfers": transfers}[ask["do"]](ask) * 1e3
+def answer(question: tuple[str, dict[str, Any]]) -> Any:
+    what, given = question
+    return {"plan": plan, "transfers": transfers}[what](**given)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,15 @@ by its path. Each runs with its own defaults but for its log, and is ready when 
 """
 
 import contextlib
-import json
-import os
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pairs import ROOT, child
+from pairs import Server, answers, environment, free_port, serving
 
-from penstock.engine.commands.prove.own.server import free_port
-
+ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "{port}", "--max-requests", "4096")
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit; events {{ worker_connections 4096; }}
 http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; keepalive_requests 1000000;
@@ -60,10 +55,10 @@ def command_of(
         Path(folder, "conf").write_text(NGINX.format(folder=folder, port=port, servers=servers))
         return [programs[program], "-p", folder, "-e", f"{folder}/log", "-c", f"{folder}/conf"]
     if program == "penstock":
-        route = [sys.executable, "-m", "penstock.cli", "route", "--port", str(port), "--max-requests", "4096"]
-        route += ["--policy", policy] if policy else []
-        route += [] if events is None else ["--tokenizer", events.tokenizer]
-        return route + [word for each in workers for word in ("--backend", each.backend if events else each.url)]
+        tokenizer = [] if events is None else ["--tokenizer", events.tokenizer]
+        return [*ROUTE, *tokenizer] + [
+            word for each in workers for word in ("--backend", each.backend if events else each.url)
+        ]
     launch = ["launch"] if program == "sglang-router" else []
     common = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     level = "error" if program == "vllm-router" else "warn"
@@ -79,29 +74,12 @@ def command_of(
 @contextlib.contextmanager
 def gateway(
     name: str, workers: Sequence[Worker], programs: Mapping[str, str], events: Events | None = None, model: str = "m"
-) -> Iterator[tuple[int, int]]:
-    """Start a gateway; yield its port and its process id."""
-    port, path = free_port(), os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    body = json.dumps({"model": model, "prompt": "ready?", "max_tokens": 1}).encode()
-    question = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-    )
+) -> Iterator[Server]:
+    """Run a gateway before the replicas."""
+    port, question = free_port(), {"model": model, "prompt": "ready?", "max_tokens": 1}
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(name, port, workers, programs, folder, events)
-        env = {**os.environ, "PYTHONPATH": path}
-        with child(name, command, lambda: _answers(question), env=env) as process:
-            yield port, process.pid
-
-
-def until(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float = 60.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end_s:
-            raise SystemExit(f"this did not come to be in {timeout_s:.0f} s: {what()}")
-        time.sleep(0.05)
-
-
-def _answers(question: urllib.request.Request) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(question, timeout=30) as answer:
-        return bool(answer.status == 200)
-    return False
+        with serving(
+            name, command, lambda url: answers(f"{url}/v1/completions", question), env=environment(), port=port
+        ) as server:
+            yield server

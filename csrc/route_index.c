@@ -7,9 +7,10 @@
  * Memory is bounded: a full table of facts evicts its least recently used entry, a full table of predictions is aged
  * early, and the number of facts per slot has a limit.
  *
- * A retired slot stops matching at once (its bit in `live` is cleared). The calls that change the index clear its bits
- * in the facts, a limited number of entries each, so that no call walks the whole table. If every slot number is taken
- * or not swept yet, `add_slot` sweeps twice and may still fail; the next call continues from there. */
+ * A retired slot stops matching at once (its bit in `live` is cleared). The calls that change the index sweep the facts
+ * in rounds, a limited number of entries each, so that no call walks the whole table: a sweep clears all bits of slots
+ * that are not live. If every slot number is taken or not swept yet, `add_slot` sweeps twice and may still fail; the next
+ * call continues from there. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -29,10 +30,11 @@ struct index {
     uint64_t live[MAX_GROUPS];      /* the slots in use */
     uint64_t at_ends[MAX_GROUPS];   /* slots in which a key implies all keys before it */
     uint64_t limits[MAX_SLOTS], held[MAX_SLOTS];
-    uint8_t ages_left[MAX_SLOTS];  /* for a retired slot: aging steps until no prediction contains its bit */
-    uint32_t num_retired, num_dead; /* retired and not reused; those of them that no sweep has started to clear */
-    uint32_t sweep_at;              /* the next fact to sweep; 0: no sweep is in progress */
-    uint64_t sweeping[MAX_GROUPS], dead[MAX_GROUPS]; /* retired before this sweep started, and since */
+    uint32_t num_retired;           /* slots that are retired and not reused */
+    uint32_t swept;                 /* the last fact that this round of the sweep has visited */
+    uint64_t round, last_round;     /* of the sweep: finished rounds; the round after which no retired slot has a bit */
+    uint64_t age;                   /* calls of age_predictions */
+    uint64_t reusable_round[MAX_SLOTS], reusable_age[MAX_SLOTS]; /* when a retired slot's number can be used again */
 };
 
 static void *locked(void *opened) {
@@ -63,52 +65,46 @@ static void evict_oldest_fact(struct index *index) {
     index->num_evicted++;
 }
 
-/* Continue the sweep: clear the bits of retired slots in the next `num_entries` facts. */
-static void sweep(struct index *index, uint32_t num_entries) {
-    if (index->sweep_at == 0) {
-        if (index->num_dead == 0) return;
-        uint32_t groups = num_groups(index);
-        memcpy(index->sweeping, index->dead, groups * sizeof *index->dead);
-        memset(index->dead, 0, groups * sizeof *index->dead);
-        index->num_dead = 0;
-        index->sweep_at = 1;
-    }
+/* Continue the sweep, until no retired slot has a bit in the facts. */
+static void sweep(struct index *index) {
     struct table *facts = &index->facts;
-    for (; num_entries && index->sweep_at <= facts->num_used; num_entries--, index->sweep_at++) {
-        struct entry *entry = &facts->entries[index->sweep_at];
+    for (uint32_t i = 0; i < SWEEP_PER_CALL && index->round < index->last_round; i++) {
+        if (++index->swept > facts->num_used) {
+            index->swept = 0, index->round++;
+            continue;
+        }
+        struct entry *entry = &facts->entries[index->swept];
         if (entry->group == FREE) continue;
-        uint64_t gone = entry->mask & index->sweeping[entry->group];
+        uint64_t gone = entry->mask & ~index->live[entry->group];
         if (!gone) continue;
         forget_bits(index, entry->group, gone);
         entry->mask &= ~gone;
-        if (!entry->mask) drop(facts, index->seed, index->sweep_at);
+        if (!entry->mask) drop(facts, index->seed, index->swept);
     }
-    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots can be reused once `ages_left` is 0 */
 }
 
 static int is_reusable(const struct index *index, uint32_t slot) {
-    uint32_t group = slot / SLOTS_PER_GROUP;
-    uint64_t bit = bit_of(slot);
-    int swept = !(index->dead[group] & bit) && !(index->sweep_at && index->sweeping[group] & bit);
-    return !(index->live[group] & bit) && swept && index->ages_left[slot] == 0;
+    return !is_live(index, slot) && index->round >= index->reusable_round[slot] &&
+           index->age >= index->reusable_age[slot];
 }
 
-static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
+static int take_slot(struct index *index, uint32_t slot, uint64_t limit, int at_ends) {
     if (slot >= index->num_slots)
         index->num_slots = slot + 1;
     else
         index->num_retired--;
-    index->live[slot / SLOTS_PER_GROUP] |= bit_of(slot);
-    index->at_ends[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
+    uint32_t group = slot / SLOTS_PER_GROUP;
+    index->live[group] |= bit_of(slot);
+    index->at_ends[group] = at_ends ? index->at_ends[group] | bit_of(slot) : index->at_ends[group] & ~bit_of(slot);
     index->limits[slot] = limit;
     return (int)slot;
 }
 
-static int find_slot(struct index *index, uint64_t limit) {
+static int find_slot(struct index *index, uint64_t limit, int at_ends) {
     if (index->num_retired)
         for (uint32_t slot = 0; slot < index->num_slots; slot++)
-            if (is_reusable(index, slot)) return take_slot(index, slot, limit);
-    return index->num_slots < MAX_SLOTS ? take_slot(index, index->num_slots, limit) : -1;
+            if (is_reusable(index, slot)) return take_slot(index, slot, limit, at_ends);
+    return index->num_slots < MAX_SLOTS ? take_slot(index, index->num_slots, limit, at_ends) : -1;
 }
 
 static void age_predictions(struct index *index) {
@@ -116,8 +112,7 @@ static void age_predictions(struct index *index) {
     index->predictions[1] = index->predictions[0];
     table_empty(&older);
     index->predictions[0] = older;
-    for (uint32_t slot = 0; index->num_retired && slot < index->num_slots; slot++)
-        if (index->ages_left[slot]) index->ages_left[slot]--;
+    index->age++;
 }
 
 static inline uint64_t holders(const struct index *index, uint64_t key, uint32_t group) {
@@ -221,34 +216,28 @@ void penstock_route_close(void *opened) {
     free(index);
 }
 
-int penstock_route_add_slot(void *opened, uint64_t limit) {
+int penstock_route_add_slot(void *opened, uint64_t limit, int at_ends) {
     struct index *index = locked(opened);
-    int slot = find_slot(index, limit);
+    int slot = find_slot(index, limit, at_ends);
     if (slot < 0 && index->num_retired) { /* every number is taken or not swept yet */
         for (int i = 0; i < 2; i++) { /* the sweep in progress, and one for slots retired since */
-            sweep(index, SWEEP_PER_CALL);
+            sweep(index);
             age_predictions(index);
         }
-        slot = find_slot(index, limit);
+        slot = find_slot(index, limit, at_ends);
     }
     unlock(index);
     return slot;
-}
-
-void penstock_route_match_at_ends(void *opened, uint32_t slot) {
-    struct index *index = locked(opened);
-    if (is_live(index, slot)) index->at_ends[slot / SLOTS_PER_GROUP] |= bit_of(slot);
-    unlock(index);
 }
 
 void penstock_route_retire_slot(void *opened, uint32_t slot) {
     struct index *index = locked(opened);
     if (is_live(index, slot)) {
         index->live[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
-        index->dead[slot / SLOTS_PER_GROUP] |= bit_of(slot);
-        index->ages_left[slot] = 2;
         index->num_retired++;
-        index->num_dead++;
+        index->last_round = index->round + (index->swept ? 2 : 1); /* one whole round from here on */
+        index->reusable_round[slot] = index->last_round;
+        index->reusable_age[slot] = index->age + 2; /* then no prediction contains its bit */
     }
     unlock(index);
 }
@@ -257,7 +246,7 @@ uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, 
     struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = bit_of(slot), num_refused = 0;
-    sweep(index, SWEEP_PER_CALL);
+    sweep(index);
     /* In reverse order, so that a chain's start is its most recently used part and its end is evicted first. */
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
         uint64_t key = low_64(keys + 8 * i);
@@ -287,7 +276,7 @@ void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, siz
     struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = bit_of(slot);
-    sweep(index, SWEEP_PER_CALL);
+    sweep(index);
     for (size_t i = 0; is_live(index, slot) && i < num_keys; i++) {
         uint64_t key = low_64(keys + 8 * i);
         uint32_t at = find(&index->facts, index->seed, key, group);
@@ -326,7 +315,7 @@ void penstock_route_predict(void *opened, uint32_t slot, const uint64_t *keys, s
 
 void penstock_route_age_predictions(void *opened) {
     struct index *index = locked(opened);
-    sweep(index, SWEEP_PER_CALL);
+    sweep(index);
     age_predictions(index);
     unlock(index);
 }

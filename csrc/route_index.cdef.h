@@ -7,11 +7,9 @@ void *penstock_route_open(uint32_t capacity, uint32_t num_predictions, uint64_t 
 void penstock_route_close(void *index);
 
 /* Return an empty slot for at most `limit` blocks; -1 if none is free now. Every call sweeps some entries, which frees
- * retired slots, so a later call may succeed. */
-int penstock_route_add_slot(void *index, uint64_t limit);
-
-/* Declare that a key in this slot implies all keys before it: only the last match of a prompt counts. */
-void penstock_route_match_at_ends(void *index, uint32_t slot);
+ * retired slots, so a later call may succeed. With `at_ends`, a key in this slot implies all keys before it: only the
+ * last match of a prompt counts. */
+int penstock_route_add_slot(void *index, uint64_t limit, int at_ends);
 
 /* Stop matching a slot at once. Its bits are swept gradually; then its number is reused. */
 void penstock_route_retire_slot(void *index, uint32_t slot);

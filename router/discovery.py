@@ -43,13 +43,12 @@ class Discovery:
     """Keeps the fleet in line with its sources. `apply` adds ("POST") or removes ("DELETE") a replica. Replicas that were
     not added here are left alone."""
 
-    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, Backend], None]) -> None:
+    def __init__(self, sources: tuple[str, ...], apply: Callable[[str, Backend], None], tasks: Tasks) -> None:
         self._sources = sources
         self._apply = apply
+        self._tasks = tasks
         self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
         self._added: set[str] = set()  # URLs that were added here
-        self._tasks = Tasks()
-        self.close = self._tasks.close
 
     def start(self) -> None:
         for source in self._sources:

@@ -346,7 +346,7 @@ class Exchange:
 
     def _replica_transport(self) -> asyncio.Transport | None:
         upstream = None if self.leg is None else self.leg.upstream
-        return None if upstream is None or upstream.is_closed else upstream.transport
+        return None if upstream is None or upstream.transport.is_closing() else upstream.transport
 
     def client_gone(self) -> None:
         """End the exchange. The replica sees its connection close and aborts the request."""
@@ -367,7 +367,7 @@ class Exchange:
     def look(self, now_s: float, response_s: float) -> None:
         """Report the progress to the placement, and end an answer that has stood still for too long. Called twice a second."""
         leg, num_new = self.leg, self._num_data - self._num_looked_at
-        if leg is None or leg.state != "sent" or num_new or self.connection.is_paused:
+        if leg is None or leg.upstream is None or num_new or self.connection.is_paused:
             self._num_looked_at, self._quiet_since_s = self._num_data, now_s
             if leg is not None and num_new:
                 leg.charge.tokens(num_new)
@@ -384,8 +384,7 @@ class Exchange:
         assert (self.leg is not None) == (self.state in ("asking", "relaying")), f"{self.state}: {self.leg}"
         assert self.prefill is None or self.leg is not None, "a prompt is computed for no answer"
         for leg in self.legs():
-            leg.check()
-            assert leg.state != "over", "a leg is over and was kept"
+            assert not leg.is_over, "a leg is over and was kept"
 
     def legs(self) -> list[Leg]:
         prompt_leg = None if self.prefill is None else self.prefill.leg

@@ -4,8 +4,6 @@ The exchange chooses the replica and decides what follows from a failure. The si
 connection. `end` is the one place that releases the load, exactly once.
 """
 
-from typing import Literal
-
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import request_head
@@ -29,23 +27,27 @@ NO_SPAN = LegSpan()
 
 
 class Leg:
-    """connecting → sent → over. A kept connection that turns out to be closed leads from sent back to connecting, once."""
+    """Without an `upstream` it is connecting, with one the request was sent. A kept connection that turns out to be closed
+    leads back to connecting, once."""
 
     __slots__ = (
         *("_body", "_fleet", "_head", "_is_exhausted", "_is_kept", "_sink", "_span"),
-        *("charge", "replica", "state", "upstream"),
+        *("charge", "replica", "upstream"),
     )
 
     def __init__(self, fleet: Fleet, charge: Charge, sink: Sink, span: LegSpan) -> None:
         self.replica = fleet.replicas[charge.replica]
         self.charge = charge
-        self.state: Literal["connecting", "sent", "over"] = "connecting"
-        self.upstream: Upstream | None = None  # once sent
+        self.upstream: Upstream | None = None
         self._fleet, self._sink, self._span = fleet, sink, span
         self._head = self._body = b""
         self._is_kept = False  # the connection has served other requests before
         self._is_exhausted = False  # the router had no resources left to connect
         fleet.begin(self.replica)
+
+    @property
+    def is_over(self) -> bool:
+        return self.charge.is_released
 
     def start(
         self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST", *, is_repeatable: bool = True
@@ -70,14 +72,13 @@ class Leg:
             return "exhausted" if self._is_exhausted else "unreachable"
         if not self._is_kept or self.upstream.has_heard or not self._fleet.budget.take():
             return "lost"
-        self.state, self.upstream, self._is_kept = "connecting", None, False
+        self.upstream, self._is_kept = None, False
         self._fleet.tasks.spawn(self._connect())
         return None
 
     def end(self, outcome: Outcome, status: int, reason: str, *, is_ok: bool) -> None:
         """Release the connection and the load. If the answer is not complete, the replica sees the connection close and aborts."""
-        assert self.state != "over", f"{self.replica.url}: a leg ended twice"
-        self.state = "over"
+        assert not self.is_over, f"{self.replica.url}: a leg ended twice"
         if self.upstream is not None:
             self.upstream.drop(self._sink)
         self._span.end(outcome, status)
@@ -93,20 +94,15 @@ class Leg:
         try:
             upstream = await self.replica.pool.connect()
         except ConnectFailed as error:
-            if self.state != "over":
+            if not self.is_over:
                 self._is_exhausted = error.is_local
                 self._sink.lost(str(error))
             return
-        if self.state == "over":
+        if self.is_over:
             upstream.transport.abort()  # the client left, or the replica went down, meanwhile
         else:
             self._send(upstream)
 
     def _send(self, upstream: Upstream) -> None:
-        self.state, self.upstream = "sent", upstream
+        self.upstream = upstream
         upstream.send(self._head, self._body, self._sink)
-
-    def check(self) -> None:
-        assert (self.state == "connecting") <= (self.upstream is None), "connecting, with a connection"
-        assert (self.state == "sent") <= (self.upstream is not None), "sent, without a connection"
-        assert self.charge.is_released == (self.state == "over"), "the load of a leg is released at its end"

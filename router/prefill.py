@@ -73,7 +73,7 @@ class PrefillLeg:
 
     def end(self, outcome: Outcome = "gone", reason: str = "") -> None:
         """End the leg unless it has ended: it is no longer needed ("gone"), or it has failed."""
-        if self.leg.state != "over":
+        if not self.leg.is_over:
             is_ok = outcome == "gone" or (outcome == "answered" and self.status < 400)
             self.leg.end(outcome, self.status, reason, is_ok=is_ok)
             self._on_end(self, outcome)

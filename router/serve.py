@@ -92,7 +92,7 @@ class RouterProcess:
         self.app = RouterApp(config, self.fleet, prompts, begin_trace)
         self.prober = Prober(self.fleet, self._on_info)
         self.feeds = KvFeeds(self.fleet)
-        self.discovery = Discovery(config.discover, self.app.apply)
+        self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
         self.fleet.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
 
@@ -122,11 +122,9 @@ class RouterProcess:
             server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
-        await self.discovery.close()
-        await self.feeds.close()
-        await self.prober.close()
         self.app.close()
         await self.fleet.tasks.close()
+        self.feeds.close()
         await asyncio.to_thread(self._export_spans)  # may wait for the collector
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.gpu import MARK
+from benchmarks.pairs import MARK
 
 WARM_S = 0.1  # after a large cache was filled, the first 50 ms of calls are up to 15 % slower on an H100
 FLUSH_BYTES = 256 << 20  # written between two calls, so that no call finds its input in the cache

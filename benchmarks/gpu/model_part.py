@@ -29,6 +29,7 @@ from penstock.executor.protocol import Executor, ExecutorConfig, Row
 from penstock.executors import open_executor
 
 VARIANTS = {"dependent launch": {}, "usual launch": {"dependent": False}, "fixed sums": {"batch_invariant": True}}
+Generate = Callable[[list[list[int]], list[int]], list[int]]  # (prompts, tokens of each answer) → tokens that came
 NUM_KERNELS = 15  # slowest kernels to list from a profile
 KV_BYTES = 40 << 30  # 256 requests of Llama-3.1-8B at 1,100 positions; fits on an H100 beside its weights
 
@@ -59,10 +60,10 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             if llm is None:
                 report("throughput", prefix, skipped="penstock.LLM cannot be imported on this machine")
             else:
-                throughput("throughput", config, job["tiny"], partial(generate, llm))
-                mixed_lengths("throughput of mixed lengths", llm, job["tiny"])
+                throughput("throughput", config, job["tiny"], generator(llm))
+                mixed_lengths(generator(llm, temperature=0.6), job["tiny"])
         if "concurrent" in job["parts"] and llm is not None:
-            concurrent(config, llm, job["tiny"])
+            concurrent(generator(llm), config, job["tiny"])
         executor.close() if llm is None else llm.shutdown()
 
 
@@ -202,71 +203,56 @@ class Bench:
         return self._rng.integers(self._info.vocab_size, size=(num, length))
 
 
-def mixed_lengths(name: str, llm: Any, is_tiny: bool) -> None:
-    """Run nano-vllm's bench.py: 256 prompts and answers of 100 to 1,024 tokens each, drawn at temperature 0.6."""
+def generator(llm: Any, temperature: float = 0.0) -> Generate:
     from penstock import SamplingParams
 
-    random.seed(0)
-    num, longest = (4, 120) if is_tiny else (256, 1024)
-    prompts = [
-        [
-            random.randint(0, 10_000) % 512 if is_tiny else random.randint(0, 10_000)
-            for _ in range(random.randint(100, longest))
+    def generate(prompts: list[list[int]], answers: list[int]) -> list[int]:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in answers
         ]
-        for _ in range(num)
-    ]
-    params = [
-        SamplingParams(temperature=0.6, max_tokens=random.randint(100, longest), ignore_eos=True, detokenize=False)
-        for _ in range(num)
-    ]
-    asked = sum(each.max_tokens or 0 for each in params)
-    llm.generate(prompts[:1], params[:1], use_tqdm=False)
+        return [len(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
+
+    return generate
+
+
+def measure_requests(
+    name: str, generate: Generate, prompts: list[list[int]], answers: list[int], **figures: Any
+) -> None:
+    """Run requests at once, whose answers have these numbers of tokens."""
     started_s = time.perf_counter()
-    found = llm.generate(prompts, params, use_tqdm=False)
+    lengths = generate(prompts, answers)
     seconds = time.perf_counter() - started_s
-    if (made := sum(len(result.outputs[0].token_ids) for result in found)) != asked:
-        raise SystemExit(f"{made} of {asked} tokens came back")
-    report(name, seconds=seconds, requests=num, output_tokens=asked, output_tokens_per_s=asked / seconds)
+    if lengths != answers:
+        raise SystemExit(f"{len(lengths)} answers of {sorted(set(lengths))} tokens came back")
+    report(name, seconds=seconds, requests=len(prompts), output_tokens_per_s=sum(answers) / seconds, **figures)
 
 
-def concurrent(config: dict[str, Any], llm: Any, is_tiny: bool) -> None:
+def throughput(name: str, config: dict[str, Any], is_tiny: bool, generate: Generate) -> None:
+    """Run 256 prompts of 1,500 tokens with answers of 150."""
+    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
+    rng = np.random.default_rng(1)
+    warm, prompts = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
+    generate(warm, [answer] * len(warm))
+    measure_requests(name, generate, prompts, [answer] * num, input_len=length, output_len=answer)
+
+
+def mixed_lengths(generate: Generate, is_tiny: bool) -> None:
+    """Run nano-vllm's bench.py: 256 prompts and answers of 100 to 1,024 tokens each."""
+    random.seed(0)
+    num, longest, vocab_size = (4, 120, 512) if is_tiny else (256, 1024, 10_001)
+    prompts = [
+        [random.randint(0, 10_000) % vocab_size for _ in range(random.randint(100, longest))] for _ in range(num)
+    ]
+    answers = [random.randint(100, longest) for _ in range(num)]
+    generate(prompts[:1], answers[:1])
+    measure_requests("throughput of mixed lengths", generate, prompts, answers, output_tokens=sum(answers))
+
+
+def concurrent(generate: Generate, config: dict[str, Any], is_tiny: bool) -> None:
     """Run 1 to 256 requests at once: prompts of 128 tokens, answers of 1,024."""
     rng = np.random.default_rng(2)
     length, answer = (8, 6) if is_tiny else (128, 1024)
     for count in (1, 3) if is_tiny else (1, 16, 64, 256):
         prompts = rng.integers(config["vocab_size"], size=(count, length)).tolist()
-        started_s = time.perf_counter()
-        lengths = generate(llm, prompts, answer)
-        seconds = time.perf_counter() - started_s
-        report(f"concurrent {count}", requests=count, seconds=seconds, output_tokens_per_s=sum(lengths) / seconds)
-
-
-def generate(llm: Any, prompts: list[list[int]], answer: int) -> list[int]:
-    from penstock import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-    return [len(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def throughput(
-    name: str, config: dict[str, Any], is_tiny: bool, generate: Callable[[list[list[int]], int], list[int]]
-) -> None:
-    """Run prompts of 1,500 tokens with answers of 150. `generate` returns the number of tokens of each answer."""
-    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
-    rng = np.random.default_rng(1)
-    warm, asked = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
-    generate(warm, answer)
-    started_s = time.perf_counter()
-    lengths = generate(asked, answer)
-    seconds = time.perf_counter() - started_s
-    if lengths != [answer] * num:
-        raise SystemExit(f"{len(lengths)} answers of {sorted(set(lengths))} tokens came back")
-    report(
-        name,
-        seconds=seconds,
-        requests=num,
-        input_len=length,
-        output_len=answer,
-        output_tokens_per_s=num * answer / seconds,
-        total_tokens_per_s=num * (length + answer) / seconds,
-    )
+        measure_requests(f"concurrent {count}", generate, prompts, [answer] * count)

@@ -23,9 +23,11 @@ def main(job: dict[str, Any]) -> None:
     # On a CPU it would take nearly all memory; on a GPU it is left to find its own best settings.
     settings = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 16} if job["tiny"] else {}
 
-    def generate(prompts: list[list[int]], answer: int) -> list[int]:
+    def generate(prompts: list[list[int]], lengths: list[int]) -> list[int]:
         # No token ends an answer, so all answers are equally long.
-        asked = transformers.GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        asked = transformers.GenerationConfig(
+            max_new_tokens=lengths[0], do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
         answers = model.generate_batch(
             prompts,
             generation_config=asked,

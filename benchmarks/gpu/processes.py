@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.gpu import MARK
 from benchmarks.gpu.machine import ROOT, environment
+from benchmarks.pairs import MARK
 
 Figures = dict[str, dict[str, Any]]
 

@@ -33,7 +33,6 @@ class ReplicaGroup:
         self.replicas: dict[str, Replica] = {}
         self.adapters: dict[str, str] = {}  # adapter name → block key; if replicas differ, one of their values
         self.is_mixed = False  # whether the replicas serve different model names
-        self.full: set[str] = set()  # replicas at their request limit
         self.prefills: ReplicaGroup | None = None  # the prefill replicas for this model, if any
 
     @property
@@ -48,9 +47,7 @@ class ReplicaGroup:
 
     def excluded_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
         """Return the replicas that a request cannot use, including those that it has tried."""
-        if not (tried or self.full or self.is_mixed):
-            return NO_NAMES
-        return self.without_model(name) | self.full | tried
+        return self.without_model(name) | tried if tried or self.is_mixed else NO_NAMES
 
 
 class Fleet:
@@ -63,7 +60,7 @@ class Fleet:
         self._by_name: dict[str, ReplicaGroup] = {}
         self.budget = RetryBudget(config.timeouts.retry_share)
         self.num_in_flight = 0
-        self.tasks = Tasks()  # background tasks of requests
+        self.tasks = Tasks()  # of requests, probes, event feeds and discovery
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves requests waiting at a dead replica
         self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
@@ -136,15 +133,15 @@ class Fleet:
         replica.num_in_flight += 1
         replica.num_requests += 1
         self.num_in_flight += 1
-        if replica.num_in_flight >= self._limit_of(replica):
-            self._update_full(replica)
+        if self._is_full(replica):
+            self.update_availability(replica)
 
     def end(self, replica: Replica) -> None:
-        was_full = replica.num_in_flight >= self._limit_of(replica)
+        was_full = self._is_full(replica)
         replica.num_in_flight -= 1
         self.num_in_flight -= 1
         if was_full:
-            self._update_full(replica)
+            self.update_availability(replica)
 
     def record_outcome(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
         """Update the state of a replica from the outcome of a request."""
@@ -170,7 +167,7 @@ class Fleet:
         """Return the error for a request without an available replica: 429 if all are full, else 503."""
         lacking = group.without_model(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
-        if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
+        if here and all(map(self._is_full, here)):
             count = sum(each.num_in_flight for each in here)
             return HttpError(
                 429,
@@ -180,11 +177,11 @@ class Fleet:
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
 
     def update_availability(self, replica: Replica) -> None:
-        """Update the placement's availability of all replicas in the group of a replica whose state may have changed."""
+        """Update which replicas take requests, in the group of a replica whose state may have changed or that is full."""
         group = self.group_with(replica)
         if group is not None:
             for each in group.replicas.values():
-                group.placement.set_available(each.url, self.is_available(each))
+                group.placement.set_available(each.url, self.is_available(each) and not self._is_full(each))
 
     def is_available(self, replica: Replica) -> bool:
         if replica.is_up:
@@ -197,7 +194,6 @@ class Fleet:
         if replica.state == before:
             return
         log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
-        self._update_full(replica)
         self.update_availability(replica)
         if replica.state == "down":
             self.on_down(replica)
@@ -240,17 +236,8 @@ class Fleet:
         out.sort(key=lambda each: (each.state != "ejected", each.url))
         return set(out[:room])
 
-    def _limit_of(self, replica: Replica) -> int:
-        return 1 if replica.state == "trial" else self.config.max_requests
-
-    def _update_full(self, replica: Replica) -> None:
-        group = self.group_with(replica)
-        if group is None:
-            return
-        if replica.num_in_flight >= self._limit_of(replica):
-            group.full.add(replica.url)
-        else:
-            group.full.discard(replica.url)
+    def _is_full(self, replica: Replica) -> bool:
+        return replica.num_in_flight >= (1 if replica.state == "trial" else self.config.max_requests)
 
     def _index_names(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
@@ -267,7 +254,6 @@ class Fleet:
         group = self.group_with(replica)
         if group is not None and group.replicas.pop(replica.url, None) is not None:
             group.placement.remove_replica(replica.url)
-            group.full.discard(replica.url)
             if not group.replicas:
                 del self._groups_beside(replica)[group.root]
         replica.root, replica.models = None, ()
@@ -279,8 +265,6 @@ class Fleet:
         for _, group in self.all_groups():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
-            for url, each in group.replicas.items():
-                assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
         for replica in replicas:
             replica.check()
 

@@ -17,7 +17,6 @@ import msgspec
 import zmq.asyncio
 
 from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
-from penstock.router.background import Tasks
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
@@ -45,7 +44,6 @@ class KvFeeds:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._context = zmq.asyncio.Context()  # starts no thread before its first socket
-        self._tasks = Tasks()
         self._by_url: dict[str, asyncio.Task[None]] = {}
 
     def watch(self, replica: Replica) -> None:
@@ -54,10 +52,10 @@ class KvFeeds:
             old.cancel()
         self._by_url = {url: task for url, task in self._by_url.items() if not task.done()}
         name = f"the event feed of {replica.url}"
-        self._by_url[replica.url] = self._tasks.keep_running(name, lambda: self._follow(replica))
+        self._by_url[replica.url] = self._fleet.tasks.keep_running(name, lambda: self._follow(replica))
 
-    async def close(self) -> None:
-        await self._tasks.close()
+    def close(self) -> None:
+        """Release the sockets, after the tasks have ended."""
         self._context.destroy(0)
 
     async def _follow(self, replica: Replica) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.router.background import Tasks
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
@@ -52,8 +51,6 @@ class Prober:
         self._fleet, self._timeouts = fleet, fleet.config.timeouts
         self._on_info = on_info
         self._watched: dict[Replica, ProbeState] = {}
-        self._tasks = Tasks()
-        self.close = self._tasks.close
 
     def watch(self, replica: Replica) -> None:
         """Probe the replica now, and regularly from now on."""
@@ -61,7 +58,7 @@ class Prober:
             self._watched[replica].wake.set()
             return
         watched = self._watched[replica] = ProbeState()
-        task = self._tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
+        task = self._fleet.tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
         task.add_done_callback(lambda _: self._watched.pop(replica))
 
     async def _watch(self, replica: Replica, watched: "ProbeState") -> None:

@@ -60,15 +60,13 @@ class Upstream(asyncio.Protocol):
         self.sink: Sink | None = None
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has arrived
-        self.is_closed = False
         self.is_at_boundary = False  # the received part of a chunked body ends with a complete chunk
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head = b""  # bytes until the head of an answer is complete
+        self._answer: AnswerHead | None = None  # the head that the sink has received
         self._status = 0
-        self._headers_done = self._in_body = self._is_complete = self._is_framed = False
-        self._wants_more = self._keep = False
-        self._is_excess = False
+        self._headers_done = self._is_complete = self._wants_more = self._is_excess = False
 
     def send(self, head: bytes, body: bytes, sink: Sink) -> None:
         self.sink = sink
@@ -94,11 +92,10 @@ class Upstream(asyncio.Protocol):
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_closed = True
         sink, self.sink = self.sink, None
         self.pool.forget(self)
         if sink is not None:
-            if self._in_body and not self._is_framed and exc is None:
+            if self._answer is not None and not self._answer.is_framed and exc is None:
                 sink.ended()  # this is how an unframed body ends
             else:
                 sink.lost("the connection broke" if self.has_heard else "the connection was closed without an answer")
@@ -117,15 +114,16 @@ class Upstream(asyncio.Protocol):
         if sink is None or self._is_excess:
             self._fail("the replica sent data after the end of its answer")
             return
-        if not self._in_body:
+        if self._answer is None:
             data = self._take_head(sink, data)
-        if data and self._in_body and self.sink is sink:
+        if data and self.sink is sink:
             sink.data(data)
         if self._is_complete and self.sink is sink:
             self._finish(sink)
 
     def _take_whole(self, sink: Sink, head: AnswerHead, body: bytes) -> None:
-        self.has_heard = self._keep = True
+        self.has_heard = self._wants_more = True
+        self._answer = head
         sink.head(head)
         if body and self.sink is sink:
             sink.data(body)
@@ -145,18 +143,17 @@ class Upstream(asyncio.Protocol):
             return b""
         rest = self._head.partition(b"\r\n\r\n")[2]
         self._head = b""
-        self._in_body = True
-        head = AnswerHead.of(status, self._headers)
-        self._is_framed = head.is_framed
-        self._keep = head.is_framed and self._wants_more
-        sink.head(head)
+        self._answer = AnswerHead.of(status, self._headers)
+        sink.head(self._answer)
         return rest
 
     def _finish(self, sink: Sink) -> None:
-        self.sink = None
-        self._in_body = self._is_complete = self._headers_done = False
+        assert self._answer is not None
+        keep = self._answer.is_framed and self._wants_more
+        self.sink = self._answer = None
+        self._is_complete = self._headers_done = False
         self._headers = []
-        self._release(self._keep)
+        self._release(keep)
         sink.ended()
 
     def _fail(self, reason: str) -> None:
@@ -212,7 +209,7 @@ class Pool:
     def take_idle(self) -> Upstream | None:
         while self._idle:
             upstream = self._idle.pop()
-            if not upstream.is_closed and not upstream.transport.is_closing():
+            if not upstream.transport.is_closing():
                 return upstream
         return None
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import KeySpace, PromptKeys, RouteIndex
+from penstock.router.placement.index import Keys, KeySpace, RouteIndex
 from penstock.router.placement.load import PolicyConfig
 
 TIERS = ("device", "host", "disk")
@@ -49,21 +49,20 @@ class ReplicaCache:
 class CacheMap:
     """The caches of all replicas, in one index. Of this only `RouteIndex` may be used from any thread."""
 
-    def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
+    def __init__(self, config: PolicyConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self.totals: Counter[str] = Counter()  # over all replicas, removed ones included
-        self.index = RouteIndex(config.max_facts, seed=seed)
+        self.index = RouteIndex(config.max_facts)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
-        self._num_counts, self._counts = 1, ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
+        self._counts = ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
         self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
         )
         self._name_slots()
         self._caches: dict[int, ReplicaCache] = {}
-        self._num_deep = 0  # replicas with something in a tier beneath the device
         self._aged_s = clock()
 
     def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
@@ -140,8 +139,7 @@ class CacheMap:
         if layer is None or not keys:
             return
         if self._slots[layer, cache.row] == EMPTY:
-            self._slots[layer, cache.row] = slot = self._add_slot(cache, 16 if layer else 1)
-            self._num_deep += slot != EMPTY and layer in (1, 2)
+            self._slots[layer, cache.row] = self._add_slot(cache, 16 if layer else 1)
         # The slot EMPTY refuses every key.
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
@@ -157,7 +155,6 @@ class CacheMap:
         slot = int(self._slots[layer, cache.row])
         if slot != EMPTY:
             self._slots[layer, cache.row] = EMPTY
-            self._num_deep -= layer in (1, 2)
             self.index.retire_slot(slot)
 
     def _add_slot(self, cache: ReplicaCache, times: int = 1) -> int:
@@ -167,16 +164,15 @@ class CacheMap:
 
     # -- the router's predictions ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, prompt: PromptKeys, num_known: int) -> None:
+    def expect(self, cache: ReplicaCache, keys: Keys, num_ends: int, num_known: int) -> None:
         """Record that a request with these keys goes to the replica, which should have the first `num_known` of them."""
-        keys, last = prompt.keys, prompt.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
             slot = self._slots[0, cache.row] = self._add_slot(cache)
         if slot == EMPTY:
             return
         if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
-            keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
+            keys, num_known = keys[max(0, num_ends - 1) : num_ends], int(num_known >= num_ends)
         if not cache.is_estimated:
             self.index.predict(slot, keys, num_known)
             return
@@ -200,23 +196,15 @@ class CacheMap:
 
     # -- cached tokens ----------------------------------------------------------------------------------
 
-    def cached_tokens(self, prompt: PromptKeys, block_size: int, space_of_row: Any, space: int, fleet: Any) -> None:
+    def cached_tokens(
+        self, keys: Keys, num_ends: int, block_size: int, space_of_row: Any, space: int, fleet: Any
+    ) -> None:
         """Fill in, per row of the key space, how many tokens of the prompt need not be computed there. Deeper tiers count in
         part. `space_of_row` and `fleet` are C structures."""
-        if self._num_counts != self.index.num_slots:
-            self._num_counts = self.index.num_slots
-            self._counts = ffi.new(I32S, self._num_counts)
-        self.index.match_into(self._counts, prompt)
-        lib.penstock_cached_tokens(
-            self._c,
-            self._counts,
-            block_size,
-            space_of_row,
-            space,
-            self._num_deep,
-            fleet.num_rows,
-            fleet.cached,
-        )
+        if len(self._counts) != self.index.num_slots:
+            self._counts = ffi.new(I32S, self.index.num_slots)
+        self.index.match_into(self._counts, keys, num_ends)
+        lib.penstock_cached_tokens(self._c, self._counts, block_size, space_of_row, space, fleet.num_rows, fleet.cached)
 
     def _name_slots(self) -> None:
         start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]

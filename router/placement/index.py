@@ -10,7 +10,6 @@ nothing ever matches: both call csrc/keys.c.
 import secrets
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,20 +31,11 @@ class KeySpace(NamedTuple):
         return namespace_root(model=self.fingerprint, adapter=adapter, salt=salt)
 
 
-class PromptKeys(msgspec.Struct, frozen=True, gc=False):
-    """The keys of a prompt's full blocks. `num_ends`: the number of keys that tokens of the prompt follow, so that a state
-    cached there is of use."""
-
-    keys: Keys
-    num_ends: int
-
-    @classmethod
-    def of(cls, tokens: bytes, space: KeySpace, root: bytes) -> "PromptKeys":
-        """Hash a prompt (little-endian int32), in one call without the GIL."""
-        num_tokens = len(tokens) // 4
-        keys = np.empty(num_tokens // space.block_size, dtype=np.uint64)
-        lib.penstock_route_keys(root, tokens, len(keys), space.block_size, ffi.from_buffer(U64S, keys))
-        return cls(keys, max(0, num_tokens - 1) // space.block_size)
+def prompt_keys(tokens: bytes, space: KeySpace, root: bytes) -> Keys:
+    """Hash the full blocks of a prompt (little-endian int32), in one call without the GIL."""
+    keys = np.empty(len(tokens) // 4 // space.block_size, dtype=np.uint64)
+    lib.penstock_route_keys(root, tokens, len(keys), space.block_size, ffi.from_buffer(U64S, keys))
+    return keys
 
 
 class RouteIndex:
@@ -68,9 +58,7 @@ class RouteIndex:
         yet. Retired slots are swept a stretch with every call, so a later call may succeed.
 
         `at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
-        slot: int = lib.penstock_route_add_slot(self._index, limit)
-        if at_ends and slot >= 0:
-            lib.penstock_route_match_at_ends(self._index, slot)
+        slot: int = lib.penstock_route_add_slot(self._index, limit, at_ends)
         self.num_slots = max(self.num_slots, slot + 1)
         return slot
 
@@ -99,15 +87,12 @@ class RouteIndex:
     def match(self, keys: Keys) -> Counts:
         """Return per slot how many leading keys it holds."""
         counts = np.empty(self.num_slots, dtype=np.int32)
-        self.match_into(ffi.from_buffer(I32S, counts), PromptKeys(keys, len(keys)))
+        self.match_into(ffi.from_buffer(I32S, counts), keys, len(keys))
         return counts
 
-    def match_into(self, counts: Any, prompt: PromptKeys) -> None:
-        """Count per slot how many leading keys of the prompt it holds. `counts`: an array of C, `int32_t[num_slots]`."""
-        keys = prompt.keys
-        lib.penstock_route_match(
-            self._index, ffi.from_buffer(U64S, keys), len(keys), prompt.num_ends, counts, self.num_slots
-        )
+    def match_into(self, counts: Any, keys: Keys, num_ends: int) -> None:
+        """Count per slot how many leading keys of a prompt it holds. `counts`: an array of C, `int32_t[num_slots]`."""
+        lib.penstock_route_match(self._index, ffi.from_buffer(U64S, keys), len(keys), num_ends, counts, self.num_slots)
 
     def num_held(self, slot: int) -> int:
         num_held: int = lib.penstock_route_num_held(self._index, slot)

@@ -139,10 +139,8 @@ class LoadTable:
         return float(self.queued[row] - max(done, 0.0))
 
     def _count_rows(self) -> None:
-        in_use = np.ones(self.num_rows, dtype=bool)
-        in_use[self._free] = False
-        self.c.num_in_use = int(in_use.sum())
-        self.c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
+        self.c.num_in_use = self.num_rows - len(self._free)
+        self.c.total_capacity = (1.0 / self.per_capacity[self.per_capacity > 0]).sum()
 
     def _name_columns(self) -> None:
         start, stride = ffi.from_buffer("double[]", self._columns), self._columns.shape[1]
@@ -190,12 +188,10 @@ class ReplicaLoad:
         self.totals = totals
         self.clock = clock
         self.is_gone = False  # removed: charges still in flight count for nothing
-        self.num_active = 0
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
     def place(self, charge: "Charge") -> None:
-        self.num_active += 1
         self._waiting[charge] = None
         lib.penstock_fleet_place(self.table.c, self.row, charge.own_tokens, charge.held_tokens, charge.placed_s)
 
@@ -216,7 +212,6 @@ class ReplicaLoad:
         charge.own_tokens = own_tokens
 
     def leave(self, charge: "Charge") -> None:
-        self.num_active -= 1
         if not self.is_gone:
             lib.penstock_fleet_leave(self.table.c, self.row, charge.held_tokens)
 
@@ -239,8 +234,7 @@ class ReplicaLoad:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
-            assert self.table.active[self.row] == self.num_active
-            assert self.num_active >= len(self._waiting) == self.table.waiting[self.row]
+            assert self.table.active[self.row] >= len(self._waiting) == self.table.waiting[self.row]
             assert self.table.speed[self.row] > 0
 
 

@@ -19,7 +19,7 @@ from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
 from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
-from penstock.router.placement.index import KeySpace, PromptKeys
+from penstock.router.placement.index import Keys, KeySpace, prompt_keys
 from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, PredictionTotals, ReplicaLoad
 
 log = logging.getLogger("penstock.router")
@@ -44,8 +44,12 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     """The block keys of a prompt, in every key space of the fleet."""
 
     num_tokens: int
-    spaces: tuple[tuple[KeySpace, PromptKeys], ...]
+    spaces: tuple[tuple[KeySpace, Keys], ...]
     has_ids: bool = True  # False: its bytes stand for token ids, which are unknown
+
+    def num_ends(self, space: KeySpace) -> int:
+        """Return the number of keys that tokens of the prompt follow, so that a state cached there is of use."""
+        return max(0, self.num_tokens - 1) // space.block_size
 
 
 class PlacedReplica(NamedTuple):
@@ -112,7 +116,7 @@ class Placement:
         found = []
         for space in self._spaces:
             root = _root(space, adapter) if salt is None else space.root(salt, adapter)
-            found.append((space, PromptKeys.of(raw, space, root)))
+            found.append((space, prompt_keys(raw, space, root)))
         return Prompt(len(raw) // 4, tuple(found), has_ids)
 
     def choose(
@@ -178,9 +182,9 @@ class Placement:
         if replica is None:
             return
         for space, keys in prompt.spaces:
-            if space == replica.cache.space and len(keys.keys):
+            if space == replica.cache.space and len(keys):
                 num_known = charge.predicted_cached_tokens // space.block_size + 1
-                self.caches.expect(replica.cache, keys, min(num_known, len(keys.keys)))
+                self.caches.expect(replica.cache, keys, prompt.num_ends(space), min(num_known, len(keys)))
 
     def _row(
         self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str], now_s: float
@@ -194,10 +198,12 @@ class Placement:
     def _match_prompt(self, prompt: Prompt | None) -> None:
         """Fill the column `cached` with the cached tokens of the prompt at each replica."""
         self.loads.cached.fill(0.0)
-        for space, keys in () if prompt is None else prompt.spaces:
+        if prompt is None:
+            return
+        for space, keys in prompt.spaces:
             if space in self._spaces:  # otherwise the last replica of this key space has left
-                index = self._spaces.index(space)
-                self.caches.cached_tokens(keys, space.block_size, self._space_of_row, index, self.loads.c)
+                index, num_ends = self._spaces.index(space), prompt.num_ends(space)
+                self.caches.cached_tokens(keys, num_ends, space.block_size, self._space_of_row, index, self.loads.c)
 
     def _count_unmatched(self, prompt: Prompt | None, replica: PlacedReplica) -> None:
         """Count a choice to which no cache contributed, by its reason."""
@@ -243,7 +249,7 @@ class Placement:
         row, cache = replica.load.row, replica.cache
         return {
             "available": bool(self.loads.is_open[row]),
-            "active_requests": replica.load.num_active,
+            "active_requests": int(self.loads.active[row]),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,

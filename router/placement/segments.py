@@ -23,7 +23,6 @@ class SegmentCache:
     """Safe to use from several threads. Ids are int32 little-endian, as the engine core takes them."""
 
     def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = CAPACITY_BYTES) -> None:
-        self.num_hits = self.num_misses = 0  # of characters
         self._tokenizer = tokenizer
         self._capacity_bytes = capacity_bytes
         self._size_bytes = 0
@@ -58,10 +57,7 @@ class SegmentCache:
             return None
         with self._lock:
             ids = self._known.get(piece)
-            if ids is None:
-                self.num_misses += len(piece)
-            else:
-                self.num_hits += len(piece)
+            if ids is not None:
                 self._known.move_to_end(piece)
         return ids
 

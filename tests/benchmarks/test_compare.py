@@ -1,14 +1,14 @@
 """Servers side by side, and results against earlier ones."""
 
-import asyncio
+import contextlib
 import importlib
 import json
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 from benchmarks import pairs
 
 from tests.support.bench_endpoint import Endpoint, speak_openai
@@ -23,25 +23,12 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def urls() -> Any:
+def urls() -> Iterator[list[str]]:
     """Two servers of a few lines, in a loop of their own."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    endpoints = [Endpoint(speak_openai), Endpoint(speak_openai)]
-
-    async def begin() -> None:
-        for endpoint in endpoints:
-            await endpoint.__aenter__()
-        ready.set()
-
-    thread = threading.Thread(target=lambda: (loop.run_until_complete(begin()), loop.run_forever()))
-    thread.start()
-    ready.wait(60)
-    yield [endpoint.url for endpoint in endpoints]
-    for endpoint in endpoints:
-        asyncio.run_coroutine_threadsafe(endpoint.__aexit__(), loop).result(60)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal())
+        servers = [portal.wrap_async_context_manager(Endpoint(speak_openai)) for _ in range(2)]
+        yield [stack.enter_context(server).url for server in servers]
 
 
 def test_two_servers_take_turns_and_the_ratios_are_of_the_first(

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import MARK, roofline, suite_part
+from benchmarks.gpu import roofline, suite_part
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
+from benchmarks.pairs import MARK
 
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import find_architecture

@@ -89,7 +89,7 @@ def test_events_are_heard_over_ipv6() -> None:
 
 def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
     with stub() as replica, running_router(replica.url) as router:
-        until(lambda: not router.router.feeds._tasks._tasks)
+        until(lambda: all(feed.done() for feed in router.router.feeds._by_url.values()))
 
 
 @pytest.mark.parametrize(("variable", "key", "words"), table(__file__, "keys"))

@@ -105,6 +105,6 @@ def test_blocks_of_all_tiers_count_by_the_formula() -> None:
             setattr(c, name, ffi.from_buffer("int64_t[]", row))
         cached = np.full(num_rows, -1.0)
         arrays = ffi.from_buffer("int32_t[]", counts), ffi.from_buffer("int64_t[]", space_of_row)
-        lib.penstock_cached_tokens(c, arrays[0], 16, arrays[1], 1, 1, num_rows, ffi.from_buffer("double[]", cached))
+        lib.penstock_cached_tokens(c, arrays[0], 16, arrays[1], 1, num_rows, ffi.from_buffer("double[]", cached))
         expected = slow_policy.cached_tokens(counts, slots, 16, policy)
         np.testing.assert_allclose(cached, np.where(space_of_row == 1, expected, -1.0))

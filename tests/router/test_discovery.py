@@ -12,6 +12,7 @@ import pytest
 
 from penstock.router import discovery
 from penstock.router.backend import RouteError
+from penstock.router.background import Tasks
 from penstock.router.discovery import check_source, states
 from tests.support.refusals import table
 from tests.support.router_fleet import running_router, until
@@ -98,12 +99,15 @@ def test_a_source_that_fails_for_once_is_followed_on(monkeypatch: pytest.MonkeyP
         return list(answer)
 
     async def follow() -> None:
-        following = discovery.Discovery(("dns:vllm:8000",), lambda method, new: found.append(f"{method} {new.url}"))
+        tasks = Tasks()
+        following = discovery.Discovery(
+            ("dns:vllm:8000",), lambda method, new: found.append(f"{method} {new.url}"), tasks
+        )
         following.start()
         async with asyncio.timeout(60):
             while len(found) < 3:
                 await asyncio.sleep(0.01)
-        await following.close()
+        await tasks.close()
 
     monkeypatch.setattr(discovery, "_addresses", addresses)
     asyncio.run(follow())

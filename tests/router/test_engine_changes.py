@@ -36,7 +36,7 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                     ((_, match),) = found.spaces
                     root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
                     keys = block_keys([97] * 64, listed["block_size"], root=root)
-                    assert match.keys.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
+                    assert match.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
                 texts.close()
                 await asyncio.to_thread(server.post, UNLOAD, {"lora_name": "sql"})
                 await comes_true(lambda: "sql" not in replica.models)

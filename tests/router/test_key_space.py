@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.placement.index import KeySpace, PromptKeys
+from penstock.router.placement.index import KeySpace, prompt_keys
 
 
 def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
@@ -14,4 +14,4 @@ def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
         root = space.root("salt", "adapter")
         assert root == namespace_root(model=b"fingerprint", salt="salt", adapter="adapter")
         expected = [int.from_bytes(key[:8], "little") for key in block_keys(tokens, space.block_size, root=root)]
-        assert PromptKeys.of(tokens, space, root).keys.tolist() == expected
+        assert prompt_keys(tokens, space, root).tolist() == expected

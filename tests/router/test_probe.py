@@ -28,7 +28,7 @@ def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
         for _ in range(rounds):
             await asyncio.sleep(0)
         async with asyncio.timeout(60):
-            await prober.close()
+            await fleet.tasks.close()
 
     asyncio.run(run())
 

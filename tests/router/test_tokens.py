@@ -60,22 +60,29 @@ def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tok
             packed = cache.encode(text, adds)
             assert memoryview(packed).cast("i").tolist() == tokenizer.encode(text, adds)
         cache.check()
-    assert cache.num_hits > 0
 
 
 def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(
-    smollm: tuple[Tokenizer, ChatTemplate | None],
+    smollm: tuple[Tokenizer, ChatTemplate | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, template = smollm
     cache = SegmentCache(tokenizer)
+    tokenized: list[str] = []
+    encode_batch = tokenizer.encode_batch
+
+    def encode(texts: list[str], adds: bool) -> list[list[int]]:
+        tokenized.extend(texts)
+        return encode_batch(texts, adds)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode)
     messages: list[dict[str, Any]] = []
     assert template is not None
     for turn in range(4):
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
         messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
-        missed_before = cache.num_misses
+        tokenized.clear()
         cache.encode(template.render(messages), False)
-        assert cache.num_misses - missed_before < 900
+        assert sum(map(len, tokenized)) < 900
 
 
 def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:

@@ -14,9 +14,8 @@ import zmq
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
-from penstock.cache.tiers.peer.link import LinkLimits
 from penstock.cache.tiers.peer.server import PeerServer
-from penstock.cache.tiers.peer.store import MAX_KEYS, PeerTier
+from penstock.cache.tiers.peer.store import MAX_KEYS, LinkLimits, PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, checksum_seed
 
 CHUNK = 96 * 1024  # more than zmq copies when it is asked not to

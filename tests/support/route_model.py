@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import Keys, KeySpace, PromptKeys
+from penstock.router.placement.index import Keys, KeySpace
 from penstock.router.placement.load import Charge, PolicyConfig
 from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 
@@ -165,7 +165,7 @@ class Simulation:
             router.apply_events(name, [frame])
 
     def arrive(self, arrival: Arrival) -> None:
-        prompt = Prompt(arrival.num_tokens, ((SPACE, PromptKeys(arrival.keys, len(arrival.keys))),))
+        prompt = Prompt(arrival.num_tokens, ((SPACE, arrival.keys),))
         charge = next(self._turns).choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
         assert charge is not None
         self.replicas[charge.replica].send(arrival, charge)

@@ -185,6 +185,6 @@ async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
         while not replica.is_up:
             await asyncio.sleep(0.01)
         yield fleet, replica
-    await prober.close()
+    await fleet.tasks.close()
     replica.pool.close()
     await asyncio.sleep(0)  # in which the transport is closed

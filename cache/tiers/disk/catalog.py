@@ -1,8 +1,8 @@
 """The allocation state of the cells of a disk tier: records, free cells, eviction order, changes. No file access.
 
-    new ─take─▶ BUSY ─publish─▶ READY ─evict─▶ (taken again)
-     ▲           │                │
-    free ◀───────┴─── release ◀───┴─ forget
+    new ─take─▶ written to ─publish─▶ readable ─evict─▶ (taken again)
+     ▲           │                      │
+    free ◀───────┴────── release ◀──────┴─ forget
 
 Every operation takes constant time. The least recently used record is evicted first. Callers report the use of a chain
 from its end to its start, so that its end is evicted first: without its start, the rest of a chain cannot be matched.
@@ -16,7 +16,6 @@ import numpy as np
 from penstock.cache.keys import KeyChanges
 from penstock.cache.tiers.disk.snapshot import Table
 
-_FREE, _BUSY, _READY = 0, 1, 2
 _MAX_PASSED = 64  # how many records being loaded eviction skips before it gives up
 
 
@@ -24,14 +23,13 @@ class Catalog:
     """The state of `num_cells` cells, of which the first `num_backed` may hold records of an earlier run."""
 
     def __init__(self, num_cells: int, num_backed: int) -> None:
-        self.cells: dict[bytes, int] = {}  # key → READY cell
+        self.cells: dict[bytes, int] = {}  # key → the cell with its readable record
         self.table = Table(num_cells)
         self.changes = KeyChanges()  # changes of the readable keys
         self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.is_full = False  # the next `take` has to evict
         self.num_evictions = 0
-        self._state = bytearray(num_cells)
-        self._by_use: OrderedDict[int, None] = OrderedDict()  # READY cells, least recently used first
+        self._by_use: OrderedDict[int, None] = OrderedDict()  # cells of readable records, least recently used first
         self._stamp = 0  # the last use stamp: a restart restores the eviction order from the stamps
         self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem returns cell 0 first
         self._frontier, self._end = num_backed, num_cells  # cells in this range were never used
@@ -47,12 +45,12 @@ class Catalog:
             rows = rows[[self.cells[key] == cell for key, cell in zip(keys, cells, strict=True)]]
             cells = rows["cell"].tolist()
         self.table.rows[cells] = rows
-        state = np.frombuffer(self._state, np.uint8)
-        state[cells] = _READY
         self._by_use.update(dict.fromkeys(cells))
         self._stamp = int(rows["stamp"].max(initial=0))
         self.changes = KeyChanges(self.cells)
-        self._free = dict.fromkeys(np.flatnonzero(state[: self._frontier] == _FREE)[::-1].tolist())
+        is_free = np.ones(self._frontier, bool)
+        is_free[cells] = False
+        self._free = dict.fromkeys(np.flatnonzero(is_free)[::-1].tolist())
 
     def to_scan(self) -> list[int]:
         """Return the cells whose contents may differ from the catalog, cells without a known record first."""
@@ -62,12 +60,6 @@ class Catalog:
 
     def take(self, keep_free: bool) -> int | None:
         """Return a cell for a store; None if all are in use. With `keep_free`, prefer never-used cells to free ones."""
-        cell = self._next_cell(keep_free)
-        if cell is not None:
-            self._state[cell] = _BUSY
-        return cell
-
-    def _next_cell(self, keep_free: bool) -> int | None:
         self.is_full = False
         if self._free and not keep_free:
             return self._free.popitem()[0]
@@ -95,13 +87,11 @@ class Catalog:
     def publish(self, cell: int, key: bytes, sequence: int) -> None:
         """Register the record that was written to the cell: it can be found from now on."""
         self.cells[key] = cell
-        self._state[cell] = _READY
         self.table.set(cell, key, sequence, self._mark_used(cell))
         self._note(key, True)
 
     def release(self, cell: int) -> None:
         """Free a cell whose store has failed."""
-        self._state[cell] = _FREE
         self.table.clear(cell)
         self._free[cell] = None
 
@@ -127,7 +117,7 @@ class Catalog:
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
         """Register a record that the scan found, unless the cell is in use or the key has a newer record."""
         old_key, old_sequence = self.table.record_in(cell)
-        if self._state[cell] == _READY and old_sequence < sequence:
+        if cell in self._by_use and old_sequence < sequence:
             self.forget(cell, old_key, old_sequence)  # the row is older than the record on disk
         elsewhere = self.cells.get(key)
         if cell not in self._free or (elsewhere is not None and self.table.record_in(elsewhere)[1] >= sequence):
@@ -151,7 +141,6 @@ class Catalog:
 
     def _drop(self, cell: int, key: bytes) -> None:
         del self.cells[key]
-        self._state[cell] = _FREE
         del self._by_use[cell]
         self._note(key, False)
 
@@ -168,11 +157,10 @@ class Catalog:
             self.changes.note(key, is_there)
 
     def check(self, num_busy: int) -> None:
-        ready = [cell for cell, state in enumerate(self._state) if state == _READY]
-        assert sorted(self._by_use) == ready == sorted(self.cells.values())
+        assert sorted(self._by_use) == sorted(self.cells.values())
         assert all(self.table.record_in(cell)[0] == key for key, cell in self.cells.items())
         free = [*self._free, *range(self._frontier, self._end)]
-        assert len(free) == len(set(free)) and all(self._state[cell] == _FREE for cell in free)
-        assert len(free) + len(ready) + num_busy + self._num_lost == len(self._state)
+        assert len(free) == len({*free} - self._by_use.keys()), "a cell is free twice, or free and readable"
+        assert len(free) + len(self._by_use) + num_busy + self._num_lost == len(self.table.rows)
         if not self._is_hidden:
             self.changes.check(self.cells)

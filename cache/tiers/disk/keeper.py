@@ -35,8 +35,7 @@ class Keeper:
         self._saved = -1, -1  # numbers of changes and uses in the latest snapshot
         self._due_s = self._uses_due_s = 0.0  # when the next snapshot is due
         self._lock = threading.Lock()  # held while a snapshot is written
-        self._wake = threading.Event()
-        self._is_ending = False
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="penstock-disk-keeper", daemon=True)
 
     def start(self, to_scan: list[int], is_saved: bool) -> None:
@@ -59,15 +58,14 @@ class Keeper:
 
     def stop(self, timeout_s: float) -> bool:
         """Write the final snapshot and end the thread; return False if the disk hangs."""
-        self._is_ending = True
-        self._wake.set()
+        self._ending.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while not self._is_ending:
+        while not self._ending.is_set():
             if not self._to_scan:
-                self._wake.wait(TICK_S)
+                self._ending.wait(TICK_S)
             now_s = time.monotonic()
             if now_s >= (self._due_s if self._table.num_changes != self._saved[0] else self._uses_due_s):
                 with self._lock:

@@ -76,7 +76,6 @@ class DiskTier:
         self._failures: Counter[str] = Counter()  # failed calls, by errno or kind
         self._stored, self._loaded = JobTimes(), JobTimes()
         self._storing: set[bytes] = set()
-        self._num_jobs = 0  # queued and not finished yet
         self._store_s = 0.0  # moving average of the duration of a store
         self._results: list[StoreResult] = []
         self._next_ticket = 1
@@ -149,7 +148,7 @@ class DiskTier:
         sequence = self._sequence
         self._sequence = sequence + 1
         self._storing.add(key)
-        self._start(DiskJob(STORE, key, cell, sequence, payload, sequence))
+        self._workers.add(DiskJob(STORE, key, cell, sequence, payload, sequence))
         return True
 
     def _store_limit(self) -> int:
@@ -186,7 +185,7 @@ class DiskTier:
         self._catalog.loading[cell] += 1
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
-        self._start(DiskJob(LOAD, key, cell, sequence, into, ticket))
+        self._workers.add(DiskJob(LOAD, key, cell, sequence, into, ticket))
         return ticket
 
     # -- results and shutdown ------------------------------------------------------------------------------
@@ -203,11 +202,11 @@ class DiskTier:
         return results
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all queued jobs have ended and the index is on disk; return False after `timeout_s`."""
+        """Wait until all stores and loads have ended and the index is on disk; return False after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._results = self.poll()
-            if self._num_jobs == 0:
+            if not (self._storing or self._catalog.loading):
                 return self._keeper.save(max(0.0, deadline_s - time.monotonic()))
             if time.monotonic() >= deadline_s:
                 return False
@@ -269,7 +268,6 @@ class DiskTier:
         """Assert the invariants that hold between any two calls."""
         self._catalog.check(len(self._storing))
         assert not self._storing & self._cells.keys()
-        assert self._num_jobs >= len(self._storing) + self._catalog.loading.total()
 
     # -- internals -----------------------------------------------------------------------------------------
 
@@ -303,10 +301,6 @@ class DiskTier:
         self._workers.start()
         self._keeper.start([] if is_clean else self._catalog.to_scan(), is_saved=is_clean)
 
-    def _start(self, job: DiskJob) -> None:
-        self._num_jobs += 1
-        self._workers.add(job)
-
     def _finish_jobs(self) -> None:
         done = self._workers.done
         while done:
@@ -323,7 +317,6 @@ class DiskTier:
 
     def _end_job(self, job: DiskJob) -> None:
         """Finish a job, executed or cancelled; called exactly once per job."""
-        self._num_jobs -= 1
         if job.kind is STORE:
             self._end_store(job)
             self._results.append(StoreResult("store", job.ticket, job.key, job.ok))
@@ -368,7 +361,7 @@ class DiskTier:
         if self._health.check_stall(now_s, self._workers.oldest_started_s()):
             self._bypass()
         elif self._health.start_probe(now_s):
-            self._start(DiskJob(PROBE))
+            self._workers.add(DiskJob(PROBE))
 
     def _record_failure(self, reason: str) -> None:
         """Count a failed job. A bad record or a full file system does not count against the health of the disk."""

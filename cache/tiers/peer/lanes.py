@@ -1,6 +1,6 @@
 """The sockets that connect an engine to one peer: several, because one does not fill a fast network.
 
-The peer link (link.py) reads them, all from its own thread.
+The peer's store (store.py) reads them, all from its own thread.
 """
 
 import contextlib

@@ -1,20 +1,79 @@
-"""A read-only store over the network: the KV blocks in the tiers of one other engine.
+"""A read-only store over the network: the KV blocks in the tiers of one other engine, and the thread that reads them.
 
-The caller's thread reads the keys that the peer has announced and never waits; a thread of the link (link.py)
-communicates. Any failure is a miss. Blocks are copied from a peer, never to one.
+The caller's thread looks up the keys that the peer has announced and never waits. Only the store's own thread touches
+the sockets: it requests blocks, verifies replies and detects a silent peer. Every load ends exactly once: read, refused,
+invalid, late, or failed because the connection is lost. Nothing writes to its buffer afterwards, since the thread copies
+the bytes into it after it has verified them. Any failure is a miss. Blocks are copied from a peer, never to one.
 
-    start_load ─▶ requests ─▶ link ─▶ done ─▶ poll: results
-                              link ─▶ keys ─▶ changes: keys that the peer has gained or lost
+    start_load ─▶ requests ─▶ thread ─▶ done ─▶ poll: results
+                              thread ─▶ keys ─▶ changes: keys that the peer has gained or lost
+
+    closed ──connected, and no pause──▶ greeted ──welcome──▶ open
+      ▲                                      │ refused, silence        │ disconnected, 3 errors in a row, silence
+      └──────────────────────────────────────┴─────────────────────────┘
+
+After all but a disconnection it stays closed for a pause, which doubles each time until it was open for long.
 """
 
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.cache.tiers.base import StoreResult, chunk_view
+import msgspec
+import numpy as np
+import zmq
+from xxhash import xxh3_64_intdigest as checksum
+
+from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
+from penstock.cache.tiers.health import STALLED, HealthLimits
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
-from penstock.cache.tiers.peer.link import LinkLimits, Load, PeerLink
+from penstock.cache.tiers.peer.lanes import Lanes
+from penstock.cache.tiers.peer.polling import PollThread, Ready
+from penstock.cache.tiers.peer.wire import (
+    KEY_BYTES,
+    VERSION,
+    Block,
+    FromPeer,
+    Get,
+    KeyUpdate,
+    Miss,
+    PeerHello,
+    PeerRefused,
+    Welcome,
+    checksum_seed,
+    split_keys,
+)
+
+log = logging.getLogger("penstock.cache")
 
 MAX_KEYS = 2**20  # per peer, about 100 MB; further announced keys are ignored
+MAX_WINDOW = 256  # blocks
+REGREET_S = 1.0  # after a late or busy block: pause before requesting the peer's keys again
+NEVER = float("inf")
+TICK_MS = 100  # interval of checking deadlines and health while no message arrives
+
+
+class LinkLimits(NamedTuple):
+    """Limits that suit a network of machines; tests use tighter ones."""
+
+    window_bytes: int = 32 * 2**20  # requested and not received; further loads wait in this process
+    deadline_s: float = 5.0  # counted from `request`
+    reconnect_s: tuple[float, float] = (0.1, 5.0)  # first and longest pause between two connection attempts
+    health: HealthLimits = HealthLimits()
+
+
+class Load(msgspec.Struct, gc=False):
+    """A request for one block."""
+
+    ticket: int
+    key: bytes
+    out: memoryview
+    requested_s: float
+    sent_s: float = 0.0
 
 
 class PeerTier:
@@ -35,17 +94,40 @@ class PeerTier:
         max_keys: int = MAX_KEYS,
     ) -> None:
         self._chunk_bytes = chunk_bytes
+        self._endpoint = endpoint
         self._keys = AnnouncedKeys(max_keys)
-        self._num_misses = 0
+        self._done: deque[StoreResult] = deque()
         self._next_ticket = 1
         self._is_closed = False
-        self._link = PeerLink(endpoint, chunk_bytes, fingerprint, secret, self._keys, limits)
-        self._link.start()
+        self._num_failed = 0  # failed handshakes in a row
+        self._hello = PeerHello(VERSION, fingerprint)
+        self._seed = checksum_seed(fingerprint)
+        self._limits = limits
+        self._window = min(max(limits.window_bytes // chunk_bytes, 2), MAX_WINDOW)
+        self._waiting: deque[Load] = deque()  # for space in the window; the caller appends, the thread removes
+        self._sent: dict[int, Load] = {}
+        self.is_open = False  # the peer has welcomed this engine: announced blocks can be requested
+        self._is_connected = False
+        self._greet_at_s = 0.0  # when to greet the peer next: a closed one, or an open one to get all its keys
+        self._greeted_s: float | None = None  # when the unanswered greeting was sent
+        self._opened_s = float("-inf")
+        self._pause_s = limits.health.first_pause_s
+        self._num_errors = 0  # in a row
+        self._last_reply_s = 0.0
+        self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()  # failed loads, by reason
+        self._loaded = JobTimes()
+        self._busy_s = 0.0  # total time with a load in flight
+        self._busy_since_s: float | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromPeer).decode
+        self._lanes = Lanes(endpoint, secret, chunk_bytes, limits.reconnect_s)
+        self._lock = threading.Lock()  # held while the thread works, for `check`
+        sources = (self._lanes.monitor, *self._lanes.sockets)
+        self._thread = PollThread("penstock-peer-link", sources, lambda: TICK_MS, self._serve)
+        self._thread.start()
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether the peer has welcomed this engine and announces its keys."""
-        return self._link.is_open
+    # -- the caller's thread -------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
         """Return whether the peer has announced the key, without a system call."""
@@ -72,23 +154,26 @@ class PeerTier:
         """
         into = chunk_view("out", out, self._chunk_bytes, to_write=True)
         if key not in self._keys or self._is_closed:
-            self._num_misses += 1
+            self._counts["misses"] += 1
             return None
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
-        self._link.request(Load(ticket, key, into))
+        self._waiting.append(Load(ticket, key, into, time.monotonic()))
+        self._thread.wake()
         return ticket
 
     def poll(self) -> list[StoreResult]:
         """Return the results since the last call. Never blocks."""
-        done = self._link.done
-        return [done.popleft() for _ in range(len(done))]
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
         """Close the connection. Loads in flight fail; their results can still be polled."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._link.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._thread.stop()
+        self._fail_all("closed")
+        self._lanes.close()
 
     def __enter__(self) -> "PeerTier":
         return self
@@ -98,13 +183,214 @@ class PeerTier:
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the tier was opened and its current state: numbers, and dicts of numbers."""
+        counts = self._counts
         return {
             "entries": len(self._keys),
-            "misses": self._num_misses,
+            "misses": counts["misses"],
             "ignored_keys": self._keys.num_ignored,
-            **self._link.stats(),
+            "hits": self._loaded.num,
+            "loaded_bytes": self._loaded.num * self._chunk_bytes,
+            "corrupt_reads": counts["corrupt"],
+            "late_reads": counts["after the deadline"],
+            "refused": counts["refused"],
+            "lost_connections": counts["lost connections"],
+            "failed_handshakes": counts["failed handshakes"],
+            "is_open": self.is_open,
+            "bypasses": counts["bypasses"],
+            "loading": len(self._sent),
+            "failures": dict(self._failures),
+            "load_times": {"sum_s": self._loaded.sum_s},
+            "busy_s": self._busy_s,
         }
 
     def check(self) -> None:
-        """Assert the invariants that hold between any two calls."""
-        self._link.check()
+        """Assert the invariants that hold whenever the thread waits."""
+        with self._lock:
+            assert self._is_connected or (not self.is_open and self._greeted_s is None)
+            assert self.is_open or not (self._keys or self._sent)
+            assert len(self._sent) <= self._window
+            assert all(load.ticket == ticket for ticket, load in self._sent.items())
+            for times in (
+                [load.requested_s for load in self._sent.values()],
+                [load.sent_s for load in self._sent.values()],
+            ):
+                assert times == sorted(times)
+        self._keys.check()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _serve(self, ready: Ready) -> None:
+        with self._lock:
+            for lane in self._lanes.sockets:
+                if lane in ready:
+                    self._receive(lane)
+            if self._lanes.monitor in ready:
+                for event in self._lanes.events():
+                    self._take_event(event)
+            self._check_deadlines(time.monotonic())
+            self._send()
+            self._count_busy_time()
+
+    # -- states --------------------------------------------------------------------------------------------
+
+    def _take_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected, self._num_failed = True, 0
+        elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
+            self._is_connected = False
+            self._counts["lost connections"] += 1
+            self._close("disconnected")
+        else:
+            self._counts["failed handshakes"] += 1
+            self._num_failed += 1
+            if self._num_failed == 2:  # a single failure is normal while the peer starts or stops
+                log.warning("peer %s: handshakes fail; both ends need the same secret", self._endpoint)
+
+    def _check_deadlines(self, now_s: float) -> None:
+        """End late loads, close the link to a silent peer, and send a greeting if one is due."""
+        self._end_late_loads(now_s)
+        oldest = self._oldest()
+        silent_since_s = self._greeted_s if oldest is None else max(oldest.sent_s, self._last_reply_s)
+        if silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
+            self._close_for_a_pause(STALLED)
+        is_due = self._is_connected and self._greeted_s is None and now_s >= self._greet_at_s
+        if is_due and self._lanes.send_first(self._encode(self._hello)):  # if the socket is full, the next pass retries
+            self._greeted_s, self._greet_at_s = now_s, NEVER
+
+    def _handle_greeting_reply(self, message: Welcome | PeerRefused) -> None:
+        if self._greeted_s is None:
+            return  # too late: the greeting has timed out or the connection was lost
+        self._greeted_s = None
+        if isinstance(message, PeerRefused):
+            self._counts["refused"] += 1
+            self._close_for_a_pause(message.reason)
+        elif not self.is_open:
+            self.is_open, self._opened_s = True, time.monotonic()
+
+    def _record_failure(self, reason: str) -> None:
+        self._num_errors += 1
+        if self.is_open and self._num_errors >= self._limits.health.max_errors:
+            self._close_for_a_pause(reason)
+
+    def _close_for_a_pause(self, reason: str) -> None:
+        now_s, limits = time.monotonic(), self._limits.health
+        was_well = now_s - self._opened_s > limits.longest_pause_s
+        self._pause_s = limits.first_pause_s if was_well else min(2 * self._pause_s, limits.longest_pause_s)
+        if self.is_open or not self._counts["bypasses"]:  # not again after each pause
+            log.warning("peer %s: not used for a while: %s", self._endpoint, reason)
+            self._counts["bypasses"] += 1
+        self._close(reason)
+        self._greet_at_s = now_s + self._pause_s
+
+    def _close(self, reason: str) -> None:
+        """Drop the announced keys and fail all loads, until the peer welcomes this engine again."""
+        self.is_open, self._greeted_s, self._num_errors = False, None, 0
+        if self._greet_at_s == NEVER:
+            self._greet_at_s = 0.0
+        self._keys.clear()
+        self._fail_all(reason)
+
+    def _end_late_loads(self, now_s: float) -> None:
+        """Fail loads after their deadline; request the keys again a little later, as the peer may still have these."""
+        late_before_s = now_s - self._limits.deadline_s
+        while (load := self._oldest()) is not None and load.requested_s <= late_before_s:
+            del self._sent[load.ticket]
+            self._end(load, "late")
+            self._greet_at_s = now_s + REGREET_S
+        while self._waiting and self._waiting[0].requested_s <= late_before_s:
+            self._end(self._waiting.popleft(), "late")
+
+    def _oldest(self) -> Load | None:
+        """Return the oldest sent load; `_sent` is in the order of the requests."""
+        return next(iter(self._sent.values()), None)
+
+    def _fail_all(self, reason: str) -> None:
+        for load in self._sent.values():
+            self._end(load, reason)
+        self._sent.clear()
+        while self._waiting:
+            self._end(self._waiting.popleft(), reason)
+
+    def _end(self, load: Load, reason: str = "") -> None:
+        if reason:
+            self._failures[reason] += 1
+            self._keys.note([load.key], False)  # until the peer announces it again
+        self._done.append(StoreResult("load", load.ticket, load.key, not reason))
+
+    # -- sending -------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        if self._waiting and not self.is_open:
+            self._fail_all("not connected")
+        while self._waiting and len(self._sent) < self._window:
+            load = self._waiting.popleft()
+            load.sent_s = time.monotonic()
+            if self._lanes.send(self._encode(Get(load.ticket, load.key))):
+                self._sent[load.ticket] = load
+            else:
+                self._end(load, "not connected")
+
+    def _count_busy_time(self) -> None:
+        """Add up the time during which a load was in flight."""
+        now_s = time.monotonic()
+        if self._busy_since_s is not None:
+            self._busy_s += now_s - self._busy_since_s
+        self._busy_since_s = now_s if self._sent else None
+
+    # -- receiving -----------------------------------------------------------------------------------------
+
+    def _receive(self, lane: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                head, *payload = lane.recv_multipart(zmq.NOBLOCK, copy=False)
+                try:
+                    message = self._decode(head.buffer)
+                except msgspec.DecodeError:
+                    self._record_failure("not understood")
+                    continue
+                if isinstance(message, Block | Miss):
+                    self._handle_reply(message, payload)
+                elif isinstance(message, KeyUpdate) and self.is_open:
+                    self._note_keys(message)
+                elif isinstance(message, Welcome | PeerRefused):
+                    self._handle_greeting_reply(message)
+
+    def _note_keys(self, keys: KeyUpdate) -> None:
+        if len(keys.held) % KEY_BYTES or len(keys.gone) % KEY_BYTES:
+            self._record_failure("not understood")
+            return
+        if keys.is_first:
+            self._keys.clear()
+        self._keys.note(split_keys(keys.gone), False)
+        self._keys.note(split_keys(keys.held), True)
+
+    def _handle_reply(self, message: Block | Miss, payload: list[zmq.Frame]) -> None:
+        load = self._sent.pop(message.ticket, None)
+        now_s = self._last_reply_s = time.monotonic()
+        if load is None:
+            self._counts["after the deadline"] += 1
+            return
+        if isinstance(message, Miss):
+            if message.reason == "busy":
+                self._greet_at_s = now_s + REGREET_S
+            self._end(load, "busy" if message.reason == "busy" else "gone")
+        elif reason := self._copy_payload(load, message, payload):
+            self._counts["corrupt"] += 1
+            self._end(load, reason)
+            self._record_failure(reason)
+        else:
+            self._num_errors = 0
+            self._loaded.add(now_s - load.requested_s)
+            self._end(load)
+
+    def _copy_payload(self, load: Load, message: Block, payload: list[zmq.Frame]) -> str:
+        """Verify a payload and copy it to the load's buffer; return the reason if it is invalid, else ""."""
+        if message.key != load.key:
+            return "foreign"
+        if len(payload) != 1 or len(payload[0].buffer) != self._chunk_bytes:
+            return "short"
+        data = payload[0].buffer
+        if checksum(data, self._seed) != message.checksum:
+            return "corrupt"
+        np.copyto(np.frombuffer(load.out, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
+        return ""
