@@ -1,6 +1,5 @@
 """Changing a plan that is in use: as little as will do, never for the worse, never more than allowed."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +39,7 @@ def later_loads(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, str, ND
     """Yield kinds of a load, what becomes of it, and the later load."""
     layers, experts, *_ = shape
     if shape in PLACES:
-        for kind, sigma in itertools.product(KINDS, (0.1, 0.3)):
+        for kind, sigma in zip(KINDS, (0.1, 0.3), strict=True):
             yield kind, f"drifts by {sigma}", drifted(skewed(kind, layers, experts), sigma)
     for kind in KINDS:
         yield kind, "another", skewed(kind, layers, experts, seed=9)
@@ -48,7 +47,7 @@ def later_loads(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, str, ND
         yield "zipf", name, load
 
 
-@pytest.mark.parametrize("shape", dict.fromkeys((*PLACES, *SHAPES)), ids=str)
+@pytest.mark.parametrize("shape", dict.fromkeys((*PLACES[:3], *SHAPES)), ids=str)
 @pytest.mark.parametrize("target", [0.96, 1.0])
 def test_a_new_plan_is_whole_and_no_layer_is_less_even(shape: tuple[int, int, int, int], target: float) -> None:
     layers, experts, slots, ranks = shape
@@ -83,8 +82,8 @@ def test_a_plan_at_its_target_is_returned_itself(shape: tuple[int, int, int, int
     assert replan(load, old, target=target) is old
 
 
-@pytest.mark.parametrize("allowed", [0, 1, 2, 5, 40, 200])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("allowed", [0, 1, 5, 200])
+@pytest.mark.parametrize("place", PLACES[:3], ids=str)
 def test_no_more_moves_are_made_than_allowed_and_those_help(place: tuple[int, int, int, int], allowed: int) -> None:
     layers, experts, slots, ranks = place
     old = plan(skewed("logn1", layers, experts), slots, ranks)

@@ -30,7 +30,7 @@ class Model:
         return next((i for i, key in enumerate(keys) if not self.holds(slot, key)), len(keys))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     index, model = RouteIndex(20_000, 20_000, seed=seed), Model()
@@ -79,16 +79,6 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
     index.check()
 
 
-def test_one_match_answers_for_a_thousand_slots() -> None:
-    index = RouteIndex(2**20, seed=1)
-    keys = chain(1, 500)
-    slots = [index.add_slot(1000) for _ in range(1000)]
-    for number, slot in enumerate(slots):
-        index.store(slot, keys[: number // 2])
-    assert index.match(keys)[slots].tolist() == [number // 2 for number in range(1000)]
-    index.check()
-
-
 def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chains_first() -> None:
     index = RouteIndex(100, seed=1)
     slot = index.add_slot(1000)
@@ -123,56 +113,17 @@ def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
     index.check()
 
 
-def test_a_slot_takes_no_more_than_its_limit() -> None:
-    index = RouteIndex(1000, seed=1)
-    greedy, other = index.add_slot(10), index.add_slot(1000)
-    index.store(other, chain(1, 500))
-    assert index.store(greedy, chain(2, 300)) == 290
-    assert index.num_held(greedy) == 10 and index.num_held(other) == 500
-    index.check()
-
-
-def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean() -> None:
-    index = RouteIndex(50_000, seed=1)
-    keys = chain(1, 20_000)
-    first, other = index.add_slot(30_000), index.add_slot(30_000)
-    index.store(first, keys)
-    index.store(other, keys)
-    index.retire_slot(first)
-    index.retire_slot(first)  # of no further effect
-    assert index.store(first, keys) == 0 and index.num_held(first) == 0
-    assert index.match(keys).tolist() == [0, 20_000]
-    numbers = set()
-    for _ in range(20):
-        index.age_predictions()  # each sweeps a stretch
-        index.check()
-        numbers.add(slot := index.add_slot(30_000))
-        index.retire_slot(slot)
-    assert first in numbers and len(numbers) < 20
-    assert index.match(keys)[other] == 20_000
-
-
-def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once() -> None:
-    index = RouteIndex(1000, seed=1)
-    slots = [index.add_slot(10) for _ in range(MAX_SLOTS)]
-    index.store(slots[-1], chain(1, 5))
-    assert index.add_slot(1) == -1
-    index.retire_slot(slots[-1])
-    again = index.add_slot(10)
-    assert again == slots[-1] and index.match(chain(1, 5))[again] == 0
-    index.check()
-
-
 def test_a_call_sweeps_a_stretch_and_no_more_though_no_number_is_left() -> None:
     index = RouteIndex(50_000, seed=1)
     full, *_ = (index.add_slot(50_000) for _ in range(MAX_SLOTS))
     index.store(full, chain(1, 40_000))
+    assert index.add_slot(1) == -1
     index.retire_slot(full)
     num_facts, num_calls = 40_000, 0
     while True:
         num_calls += 1
         if (slot := index.add_slot(10)) >= 0:
-            assert slot == full
+            assert slot == full and index.match(chain(1, 5))[slot] == 0
             break
         num_swept = num_facts - index.stats()["facts"]
         assert 0 < num_swept <= 10_000
