@@ -55,6 +55,12 @@ def fingerprint(group: RankGroup, tensors: dict[str, torch.Tensor] = TENSORS) ->
     return digests.fingerprint("a model")
 
 
+def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
+    texts = [b"first", b"", b"x" * 1000]
+    assert on_ranks(3, lambda group: group.gather_bytes(texts[group.rank])) == [texts] * 3
+    assert RankGroup().gather_bytes(b"alone") == [b"alone"]
+
+
 @pytest.mark.parametrize("name", ["model.layers.3.weight", "long", "short"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_one_other_number_anywhere_makes_another_fingerprint(name: str, world: int) -> None:

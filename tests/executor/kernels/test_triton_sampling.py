@@ -82,6 +82,13 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
         assert torch.equal(again, tokens[some])
 
 
+def test_each_filter_alone_draws_what_the_twin_draws(device: torch.device) -> None:
+    """Of rows so flat that without its filter most draws would be others."""
+    given = options(4 * [(1.0, 0.5, 0, 1.0), (1.0, 0.0, 3, 1.0), (1.0, 0.0, 0, 0.3)], device)
+    logits = random(12, 257, seed=3).to(device)
+    assert torch.equal(sampling.choose(logits, *given)[0], sampling_twin.choose(logits, *given)[0])
+
+
 KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
@@ -137,6 +144,7 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     counts = torch.zeros(3, 2300, dtype=torch.int32, device=device)
     counts[:, ::7] = 2
     counts[:, ::5] |= IN_PROMPT
+    counts[2, ::3] += 1
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
     given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
