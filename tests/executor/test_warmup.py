@@ -1,7 +1,9 @@
 """The steps before the first request: what they are, and that nothing is left of them but what they were for."""
 
+import gc
 import inspect
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.ranks import rank
+from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
@@ -101,6 +105,23 @@ def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch
         results = [driver.advance(*sequences, chunk=5) for _ in range(6)]
         found.append([(r.tokens, r.logprobs, r.prompt_logprobs, r.errors) for r in results])
     assert found[0] == found[1]
+
+
+def test_nothing_is_left_of_what_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is the cache's. Graphs are captured with rows that are padding: these write to block 0."""
+    pretend_a_gpu(monkeypatch, Recorder)
+    opened: list[weakref.ref[ModelRunner]] = []
+    open_runner = rank.Rank._open_runner
+
+    def note(*given: Any) -> ModelRunner:
+        opened.append(weakref.ref(made := open_runner(*given)))
+        return made
+
+    monkeypatch.setattr(rank.Rank, "_open_runner", note)
+    executor = open_warm()
+    gc.collect()
+    assert [runner() for runner in opened] == [None, executor._runner]
+    assert not executor._rank.kv[1:].any()
 
 
 def test_the_start_says_what_it_is_at_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
