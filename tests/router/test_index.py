@@ -1,4 +1,4 @@
-"""The index in C against a plain model of it: random lives, eviction, retired slots, threads."""
+"""The index in C against a plain model of it: random lives, eviction, retired slots, threads; and the keys it holds."""
 
 import random
 import threading
@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.router.placement.index import Keys, RouteIndex
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.router.placement.index import Keys, KeySpace, PromptKeys, RouteIndex
 
 MAX_SLOTS = 8192  # as in C
 
@@ -163,3 +164,14 @@ def test_threads_may_change_and_match_at_once() -> None:
 def test_a_size_that_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="capacity: 0 is outside"):
         RouteIndex(0)
+
+
+def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(1000):
+        space = KeySpace(b"fingerprint", int(rng.integers(1, 40)))
+        tokens = rng.integers(0, 2**31, rng.integers(0, 5000 if rng.random() < 0.01 else 200), dtype="<i4").tobytes()
+        root = space.root("salt", "adapter")
+        assert root == namespace_root(model=b"fingerprint", salt="salt", adapter="adapter")
+        expected = [int.from_bytes(key[:8], "little") for key in block_keys(tokens, space.block_size, root=root)]
+        assert PromptKeys.of(tokens, space, root).keys.tolist() == expected
