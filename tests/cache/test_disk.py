@@ -48,22 +48,6 @@ def test_a_buffer_that_is_not_aligned_goes_through_a_copy(tmp_path: Path) -> Non
         assert bytes(unaligned) == payload_of("a")
 
 
-def test_a_key_is_stored_once(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        assert rig.store("a") == 1
-        assert not rig.tier.put(key_of("a"), rig.buffer(payload_of("a")))
-        assert rig.tier.poll() == []
-
-
-def test_a_restart_finds_everything_that_was_stored(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        rig.store(*range(12))
-    with Rig(tmp_path) as rig:
-        assert set(rig.tier.changes()[0]) == {key_of(name) for name in range(12)} == set(rig.tier.keys())
-        assert rig.hits(*range(12)) == 12
-        rig.tier.check()
-
-
 def test_the_oldest_give_way_and_the_tail_of_a_chain_goes_before_its_head(tmp_path: Path) -> None:
     with Rig(tmp_path, cells=16) as rig:
         rig.store(*range(rig.tier.stats()["slots"]))

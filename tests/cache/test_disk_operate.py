@@ -82,14 +82,6 @@ def test_a_directory_that_is_not_there_is_named(cache: Cache, tmp_path: Path) ->
     assert "no records below" in cache.says("clear")
 
 
-def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["cache", "--help"], ["cache", "clear", "--help"]):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 0
-    assert "Other files are kept" in capsys.readouterr().out
-
-
 def test_a_namespace_that_cannot_be_checked_holds_up_no_other(cache: Cache, tmp_path: Path) -> None:
     folder = filled(tmp_path)
     empty, linked = (folder.with_name(f"{sign * len(folder.name)}") for sign in ("0", "1"))

@@ -17,13 +17,6 @@ def lookup(pool: BlockPool, keys: list[bytes]) -> list[int]:
     return list(takewhile(bool, map(pool.find, keys)))
 
 
-def test_a_fresh_pool_hands_out_blocks_in_order_and_never_block_0() -> None:
-    pool = BlockPool(6)
-    assert pool.allocate(3) == [1, 2, 3]
-    assert pool.free_order() == [4, 5]
-    pool.check()
-
-
 def test_allocating_more_than_is_free_is_our_own_bug() -> None:
     pool = BlockPool(4)
     with pytest.raises(AssertionError):
@@ -67,17 +60,6 @@ def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again
     pool.check()
 
 
-def test_a_shared_block_is_freed_by_its_last_holder() -> None:
-    pool = BlockPool(3)
-    (block,) = pool.allocate(1)
-    pool.register(block, key(1))
-    pool.hold([block])
-    pool.release([block])
-    assert pool.num_free == 1 and pool.refs(block) == 1
-    pool.release([block])
-    assert pool.num_free == 2
-
-
 def test_identical_content_is_kept_once() -> None:
     pool = BlockPool(4)
     one, two = pool.allocate(2)
@@ -86,16 +68,6 @@ def test_identical_content_is_kept_once() -> None:
     assert pool.refs(one) == 2 and pool.refs(two) == 1
     pool.release([two])
     assert pool.free_order() == [two, 3]
-    pool.check()
-
-
-def test_cached_content_is_forgotten_only_when_nobody_holds_a_block() -> None:
-    pool = BlockPool(3)
-    (block,) = pool.allocate(1)
-    pool.register(block, key(1))
-    assert not pool.forget() and pool.num_cached == 1
-    pool.release([block])
-    assert pool.forget() and lookup(pool, [key(1)]) == []
     pool.check()
 
 

@@ -27,16 +27,6 @@ def save_all(device: BlockPool, index: TierIndex) -> int:
     return len(saves)
 
 
-def test_a_block_can_be_matched_only_when_the_step_that_saves_it_is_over() -> None:
-    device, index = BlockPool(10), TierIndex(4, [])
-    device.release(fill(device, index, [1]))
-    saves = index.take_saves(device, 100, 0)
-    assert device.refs(saves[0][0]) == 1 and not index.host.find(key(1))
-    index.check()
-    index.finish_saves(saves, device)
-    assert index.host.find(key(1)) == saves[0][1] and device.num_free == 9
-
-
 def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_first() -> None:
     device, index = BlockPool(20), TierIndex(3, [])
     fill(device, index, [1, 2, 3])
@@ -76,13 +66,6 @@ def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_
     assert len(index.take_saves(device, 100, keep_free=0)) == 1
 
 
-def test_what_was_evicted_before_its_save_is_dropped() -> None:
-    device, index = BlockPool(3), TierIndex(4, [])
-    device.release(fill(device, index, [1]))
-    device.allocate(2)
-    assert save_all(device, index) == 0 and index.counts["drops_evicted"] == 1
-
-
 def test_a_slow_disk_pins_a_quarter_of_the_host_at_most() -> None:
     device, index = BlockPool(50), TierIndex(40, ["disk"])
     fill(device, index, list(range(1, 41)))
@@ -100,17 +83,6 @@ def test_a_failed_read_frees_its_slot_and_is_not_believed_again() -> None:
     assert ticket is not None and index.start_load(key(1)) == ticket and len(index.take_reads()) == 1
     assert index.complete(ticket, False) == 0
     assert index.start_load(key(1)) is None and index.host.num_free == 4
-    index.check()
-
-
-def test_a_read_whose_key_was_computed_meanwhile_changes_nothing() -> None:
-    device, index = BlockPool(10), TierIndex(4, ["disk"])
-    index.note({"disk": [key(1)]}, {})
-    ticket = index.start_load(key(1))
-    fill(device, index, [1])
-    save_all(device, index)
-    host_block = index.host.find(key(1))
-    assert ticket is not None and index.complete(ticket, True) == host_block
     index.check()
 
 

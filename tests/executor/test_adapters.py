@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_cpu_layers import executor_with
 from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
 from tests.support.checkpoints import REFUSED, edit_weights, executor_of, has_words, prompts, tensor_of
 from tests.support.driver import Driver
@@ -32,7 +30,7 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
     return executor_of(case, enable_lora=True, **options)
 
 
-@pytest.mark.parametrize("case", hardest(CASES, "gemma3", "qwen3.5"))
+@pytest.mark.parametrize("case", hardest(CASES, "qwen3.5"))
 def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
     """In models with experts, adapters change attention and, where there are any, shared experts."""
     targets = (*EVERYWHERE, *ATTENTION, "gate_up_proj")
@@ -40,7 +38,7 @@ def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp
     check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
 
 
-@pytest.mark.parametrize("rank", [1, 64, 256])
+@pytest.mark.parametrize("rank", [1, 256])
 def test_ranks_up_to_256(rank: int, tmp_path: Path) -> None:
     adapter = Adapter("llama", tmp_path, 3, rank=rank, alpha=2 * rank)
     executor = with_adapters("llama", max_lora_rank=256)
@@ -91,29 +89,6 @@ def test_the_same_bits_alone_and_in_a_batch_of_others(
         assert (seen == base) == (chosen is None)
 
 
-@pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        (LLAMA, "bfloat16"),
-        ("qwen3.5", "float32"),
-        pytest.param(LLAMA, "float32", marks=pytest.mark.slow),
-        pytest.param("qwen3.5", "bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(case: str, dtype: DType, tmp_path: Path) -> None:
-    adapters = [Adapter(case, tmp_path / str(seed), seed, rank=6) for seed in range(2)]
-    traces = []
-    for is_joined in (True, False):
-        executor = executor_with(case, dtype, is_joined, enable_lora=True)
-        driver = Driver(executor)
-        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-        others = [driver.admit(prompt, adapter=keys[1]) for prompt in prompts(3, seed=4)]
-        watched = driver.admit(prompts(1)[0], FULL, adapter=keys[0])
-        traces.append(driver.trace(watched, *others, count=20, chunk=5))
-    assert traces[0] == traces[1]
-
-
 def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
     executor = with_adapters("llama")
     first = executor.load_adapter(str(Adapter("llama", tmp_path / "a", 1).path))
@@ -122,16 +97,6 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
     others.append(Adapter("llama", tmp_path / "e", 1, ("q_proj",)))
     keys = {first.key, *(executor.load_adapter(str(other.path)).key for other in others)}
     assert len(keys) == 4 and first.rank == 4 and first.num_bytes > 0
-
-
-def test_no_more_are_held_than_there_is_room_for(tmp_path: Path) -> None:
-    executor = with_adapters("llama", max_cpu_loras=2)
-    paths = [str(Adapter("llama", tmp_path / str(seed), seed).path) for seed in range(3)]
-    keys = [executor.load_adapter(path).key for path in paths[:2]]
-    with pytest.raises(AdapterError, match="max_cpu_loras: 2 adapters are held already; unload one"):
-        executor.load_adapter(paths[2])
-    executor.unload_adapter(keys[0])
-    executor.load_adapter(paths[2])
 
 
 @pytest.mark.parametrize("case", ["opt", "gemma4"])

@@ -11,6 +11,7 @@ from tests.executor.test_rank_graphs import WORLD, Threads
 from tests.support.adapters import Adapter, check_shared_steps
 from tests.support.checkpoints import config_of, prompts
 from tests.support.driver import Driver
+from tests.support.refusals import hardest
 
 COUNT = 8
 
@@ -22,7 +23,7 @@ class Pair(Threads):
         return first
 
 
-@pytest.mark.parametrize("case", ["llama", "glm4", "phi3", "qwen3-moe"])
+@pytest.mark.parametrize("case", hardest(["llama", "glm4", "phi3", "qwen3-moe"], "phi3", "qwen3-moe"))
 def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "down_proj", "gate_up_proj", "up_proj")
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]

@@ -107,19 +107,18 @@ def test_a_scale_that_is_not_finite_is_named_by_the_loader(tmp_path: Path) -> No
     ],
 )
 def test_nothing_is_packed_that_is_not_computed_as_codes_here(
-    tmp_path: Path, change: Callable[[Path], ExecutorConfig]
+    tmp_path: Path, change: Callable[[Path], ExecutorConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ahead.packing(change(small_file(tmp_path / "model.gguf"))) as file:
-        assert file is None
-
-
-def test_nothing_is_packed_where_there_may_be_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = small_file(tmp_path / "model.gguf")
-    monkeypatch.setattr(ahead, "GPU_FILES", (str(path),))
-    with ahead.packing(ExecutorConfig(model=str(path))) as file:
+    with ahead.packing(change(path)) as file:
         assert file is None
-    with ahead.packing(ExecutorConfig(model=str(path), device="cpu")) as file:
-        assert file is not None
+    monkeypatch.setattr(ahead, "GPU_FILES", (str(path),))  # there may be a GPU
+    for config, is_packed in (
+        (ExecutorConfig(model=str(path)), False),
+        (ExecutorConfig(model=str(path), device="cpu"), True),
+    ):
+        with ahead.packing(config) as file:
+            assert (file is not None) == is_packed
 
 
 def test_memory_that_does_not_suffice_is_left_to_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from penstock.executor.protocol import DType
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import executor_of, prompts
 from tests.support.driver import Driver
+from tests.support.refusals import hardest
 
 pytestmark = pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
 CASES = ["llama", "llama-one-layer", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases", "qwen3.5"]
@@ -52,7 +53,7 @@ def run(case: str, dtype: DType, is_joined: bool) -> None:
     driver.generate(*running, count=10, chunk=7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", hardest(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("case", CASES)
 def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, hidden: list[torch.Tensor]) -> None:
     run(case, dtype, is_joined=True)

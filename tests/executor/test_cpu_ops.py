@@ -138,20 +138,6 @@ def test_attention_equals_the_twin(level: str, dtype: torch.dtype, shape: tuple[
         close(attend(ops, cache, q, ROWS, extras.window, extras), expected)
 
 
-def test_a_sink_is_one_more_score_without_a_value_and_a_cap_bounds_scores() -> None:
-    """By hand, for one head that sees two positions."""
-    k_pages, v_pages = torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)
-    k_pages[0, 0, 0], k_pages[0, 1, 0] = 100.0, -100.0
-    v_pages[0, 0, 0], v_pages[0, 1, 1] = 1.0, 1.0
-    cache = Cache([2], 1, 2, 4, torch.float32)
-    batch, q = cache.batch([(0, 1, 2)]), torch.tensor([[[1.0, 0.0]]])
-    batch.block_tables[:] = 0
-    weights = torch.tensor([5.0, -5.0, 4.0]).exp()
-    for ops in (cpu_ops.make_ops(torch.float32, 2, 1), torch_ops):
-        out = ops.paged_attention(q, (k_pages, v_pages), batch, 1.0, ScoreExtras(5.0, torch.tensor([4.0])))
-        close(out[0, 0], weights[:2] / weights.sum())
-
-
 @both_dtypes
 def test_attention_without_tokens_is_empty(dtype: torch.dtype) -> None:
     cache = Cache([5], 1, 64, 16, dtype)

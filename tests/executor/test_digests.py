@@ -61,11 +61,6 @@ def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
     assert RankGroup().gather_bytes(b"alone") == [b"alone"]
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_the_fingerprint_does_not_depend_on_the_number_of_ranks(world: int) -> None:
-    assert on_ranks(world, fingerprint) == [fingerprint(RankGroup())] * world
-
-
 @pytest.mark.parametrize("name", ["model.layers.3.weight", "long", "short"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_one_other_number_anywhere_makes_another_fingerprint(name: str, world: int) -> None:

@@ -66,23 +66,15 @@ def test_the_dtype_is_the_configs_unless_one_is_asked_for(tmp_path: Path) -> Non
         export(checkpoint, tmp_path / "int8", "int8")  # type: ignore[arg-type]
 
 
-def test_the_ids_that_begin_and_end_a_text_are_in_the_generation_config(tmp_path: Path) -> None:
-    export(GgufCheckpoint(small_file(tmp_path / "model.gguf")), tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert written == {"bos_token_id": 1, "eos_token_id": 2}
-
-
-def test_a_folder_that_holds_a_model_is_not_written_to(tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_model_or_cannot_be_made_is_not_written_to(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf"))
     export(checkpoint, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"bos_token_id": 1, "eos_token_id": 2}
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ExecutorError, match=r"holds 'config\.json' already"):
         export(checkpoint, tmp_path / "out")
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-
-
-def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
-    checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf"))
     with pytest.raises(ExecutorError, match=r"model\.gguf: the export could not be written"):
         export(checkpoint, tmp_path / "model.gguf")
 

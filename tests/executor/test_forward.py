@@ -60,9 +60,9 @@ def check(forward: Forward, results: list[RequestOutput]) -> None:
 
 HARDEST = [
     ("llama-wide", "bfloat16"),  # wide enough for one row to be summed in another order
+    ("granite4-mamba-groups", "bfloat16"),  # states
     ("deepseek-v3", "float32"),  # latents
     ("gemma4", "bfloat16"),  # windows
-    ("granite4-mamba-groups", "bfloat16"),  # states
     ("gpt-oss", "bfloat16"),
     ("gemma3", "float32"),
 ]
@@ -70,7 +70,7 @@ NAMES = [*(name for name, _ in HARDEST), "mistral-sliding", "qwen3.5", "qwen3-mo
 CASES = [*itertools.product(NAMES, ("float32", "bfloat16"))]
 
 
-@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[:4]))
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[:2]))
 def test_what_was_sampled_in_any_batch_and_chunk_and_behind_hits_has_the_bits_of_the_function(
     case: str, dtype: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_what_was_sampled_in_any_batch_and_chunk_and_behind_hits_has_the_bits_of
     check(open_forward(path, max_num_batched_tokens=16, max_num_seqs=3, **options), results[:15])
 
 
-@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST))
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[:4]))
 def test_a_request_goes_on_with_the_same_bits_after_a_preemption(case: str, dtype: str) -> None:
     driver, asked = Driver(executor_of(case, dtype=dtype)), Sampling(temperature=0.0, logprobs=-1)
     expected = driver.trace(driver.admit(PROMPTS[0], asked), count=20)
@@ -180,7 +180,9 @@ def test_a_sequence_that_fills_the_context_is_scored_and_embedded(case: str) -> 
     assert open_forward(str(folder(case)), **options).logprobs([whole])[0].tolist() == values and len(values) == 43
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-sliding", "gemma3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "case", hardest(["llama", "mistral-sliding", "gemma3", "qwen3.5"], "mistral-sliding", "gemma3")
+)
 def test_an_answer_fills_the_context_that_the_cache_holds_to_the_last_token(case: str) -> None:
     """With full attention, windows, both, and recurrent states; the longest context is what the block pool can hold."""
     options: dict[str, Any] = {

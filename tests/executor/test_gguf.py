@@ -3,7 +3,6 @@
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +16,6 @@ from tests.support.coded import FILE_TYPES
 from tests.support.gguf_files import CASES, HEAD_DIM, HEADS, metadata, permuted, shapes, small_file, write
 from tests.support.refusals import table
 from tests.support.small_models import random_model
-from tests.support.stored_models import stored
 
 TYPES = ["F32", "F16", "BF16", *FILE_TYPES]
 CONFIGS = ["llama", "llama-biases", "qwen2", "qwen3-untied", "gemma3"]
@@ -50,29 +48,6 @@ def test_every_storage_type_gives_the_values_of_the_reference_dequantizer(kind: 
         assert tuple(got.shape) == checkpoint.shape(name)
     dtype = {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
     assert checkpoint.config["torch_dtype"] == dtype
-
-
-def loaded(checkpoint: GgufCheckpoint, like: Any) -> Any:
-    """A transformers model made of nothing but the checkpoint's config and tensors."""
-    model = type(like)(type(like.config)(**checkpoint.config))
-    tensors = {name: numbers(checkpoint.read(name)) for name in checkpoint.names()}
-    missing = model.load_state_dict(tensors, strict=False)
-    assert not missing.unexpected_keys
-    assert missing.missing_keys == (["lm_head.weight"] if checkpoint.config["tie_word_embeddings"] else [])
-    return model.eval()
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_a_converted_model_comes_back_with_its_tensors_and_its_logits(case: str) -> None:
-    path, model = stored(f"gguf/{case}")
-    checkpoint, state = GgufCheckpoint(path), model.state_dict()
-    for name in checkpoint.names():
-        torch.testing.assert_close(checkpoint.read(name), state[name], rtol=0, atol=1e-6 if case == "gemma3" else 0)
-    tokens = torch.arange(3, 43)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(checkpoint, model)(tokens).logits, model(tokens).logits, rtol=0, atol=2e-5)
-    assert checkpoint.config["architectures"] == [type(model).__name__]
-    assert (checkpoint.config["bos_token_id"], checkpoint.config["eos_token_id"]) == (1, 2)
 
 
 def test_llama3_rope_scaling_is_recovered_from_its_divisors(tmp_path: Path) -> None:

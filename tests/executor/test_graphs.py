@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.models import load
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import ExecutorError, Row, Sampling, Step
+from penstock.executor.protocol import ExecutorError, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step import graphs
 from penstock.executor.step.graphs import StepGraphs, choose_buckets
@@ -288,34 +287,6 @@ def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: py
     assert taken.size_for(Layout([one, Row(1, 3, 2, True)])) is None
     assert taken.size_for(Layout([one, Row(1, 3, 1, False)])) is None
     assert taken.size_for(Layout([one, two, Row(2, 3, 1, True)])) is None
-
-
-def test_a_step_may_be_launched_before_the_last_one_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    executor = open_small(monkeypatch, recorder=recorder)
-    executor.info = msgspec.structs.replace(executor.info, max_in_flight=2)
-    driver = Driver(executor)
-    sequence = driver.admit(PROMPTS[0])
-    sequence.blocks = list(range(1, 9))
-    driver.advance(sequence)
-    results = []
-    for number in range(9):
-        start = len(PROMPTS[0]) + number
-        blocks = tuple(sequence.blocks) if number == 0 else ()
-        executor.submit(Step(100 + number, [], [Row(0, start, 1, True, blocks=blocks)]))
-        if number:
-            results.append(executor.collect().tokens[0])
-    results.append(executor.collect().tokens[0])
-    assert [sequence.output[0], *results] == greedy("qwen3", PROMPTS[0], 10)[0]
-
-
-def test_there_are_none_where_an_operation_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_small(monkeypatch, recorder=Recorder())._runner._graphs is not None
-    assert open_small(monkeypatch, recorder=None)._runner._graphs is None  # enforce_eager
-    executor = open_small(monkeypatch, "mixtral", Recorder())
-    assert executor._runner._graphs is not None
-    monkeypatch.undo()
-    assert executor_of("qwen3")._runner._graphs is None  # a CPU
 
 
 def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:

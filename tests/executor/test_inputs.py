@@ -9,7 +9,6 @@ import torch
 
 from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
 from penstock.executor.step.inputs import DeviceInputs, HostInputs, PaddedSize
 from penstock.executor.step.layout import Layout
@@ -141,31 +140,6 @@ def assert_equal(name: str, ours: object, theirs: object, contexts: torch.Tensor
         assert ours == theirs, name
 
 
-@pytest.mark.parametrize("is_device", [False, True])
-def test_a_recurrent_layer_sees_a_row_and_its_drafts_as_one_row(is_device: bool) -> None:
-    inputs = device_side(1 << 10, MANY) if is_device else HostInputs(NUM_SLOTS, LENGTH, BLOCK, MANY)
-    for slot in range(4):
-        admit(inputs, admission(slot, np.random.default_rng(slot)))
-    given = {"blocks": tuple(range(1, 13)), "groups": ((0, tuple(range(1, 13))),) * 2}
-    firsts = [Row(slot, 9, 1, True, states_in=(slot,) * 3, states_out=(10 + slot,) * 3, **given) for slot in range(4)]  # type: ignore[arg-type]
-    firsts[1] = msgspec.structs.replace(firsts[1], start=2, count=3)
-    drafted = {2: (70, 71), 0: (72, 73, 74)}
-    for slot, tokens in drafted.items():
-        firsts[slot] = msgspec.structs.replace(firsts[slot], first_token=10, tokens=tokens)
-    rows = firsts + [Row(slot, 10 + i, 1, True) for slot, tokens in drafted.items() for i in range(len(tokens))]
-    inputs.take(rows)
-    layout = Layout(rows)
-    batch, _ = inputs.prepare(layout, np.arange(layout.num_tokens))
-    *attends, recurs = (batch.by_layer(4)[layer] for layer in (0, 1, 2))
-    assert [len(view.query_starts) - 1 for view in attends] == [9, 9] and batch.num_single_rows == 8
-    assert layout.slots[layout.row_of].tolist() == [3, 0, 0, 0, 0, 2, 2, 2, 1, 1, 1]
-    assert batch.positions.tolist() == [9, 9, 10, 11, 12, 9, 10, 11, 2, 3, 4]
-    assert batch.tokens[2:5].tolist() == [72, 73, 74] and batch.tokens[6:8].tolist() == [70, 71]
-    assert recurs.query_starts.tolist() == [0, 1, 5, 8, 11] and recurs.query_starts.dtype == torch.int32
-    assert recurs.num_single_rows == 1 and recurs.query_lens == (4, 3, 3) and recurs.states is not None
-    assert recurs.states.read[:, 0].tolist() == [3, 0, 2, 1] and recurs.states.write[:, 2].tolist() == [13, 10, 12, 11]
-
-
 def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:
     inputs = device_side(1 << 10, MANY)
     admit(inputs, admission(0, np.random.default_rng(9)))
@@ -200,31 +174,6 @@ def test_the_state_pages_of_any_number_of_rows_are_aligned_for_kernels(num_rows:
         assert batch.states is not None
         for tensor in batch.states:
             assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:
-    rng = np.random.default_rng(9)
-    inputs = device_side(1 << 10)
-    admissions = {slot: admission(slot, rng) for slot in (2, 5)}
-    for each in admissions.values():
-        admit(inputs, each)
-    rows = [Row(5, 0, 1, True, blocks=(7,)), Row(2, 1, 1, True, blocks=(9, 3))]
-    inputs.take(rows)
-    inputs.send_padded(Layout(rows), PaddedSize(4, 4, False))
-    batch, made = inputs.compute_padded(PaddedSize(4, 4, False), LENGTH)
-    assert batch.num_single_rows == 4 and batch.max_single_context == LENGTH
-    assert batch.tokens.tolist() == [int(inputs.tokens[5, 0]), int(inputs.tokens[2, 1]), 0, 0]
-    assert batch.positions.tolist() == [0, 1, 0, 0] and batch.context_lens.tolist() == [1, 2, 0, 0]
-    assert batch.kv_slots.tolist() == [7 * BLOCK, 9 * BLOCK + 1, 0, 0]
-    assert batch.block_tables[:, 0].tolist() == [7, 9, 0, 0] and not batch.block_tables[:, 1:].any()
-    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
-    spare = NUM_SLOTS * (LENGTH + 1)
-    assert made.targets.tolist() == [5 * (LENGTH + 1) + 1, 2 * (LENGTH + 1) + 2, spare, spare]
-    assert made.temperature.tolist() == [0.5, 0.5, 0, 0] and made.top_k.tolist() == [5, 2, 0, 0]
-    assert made.min_p.tolist() == [0.25, 0.25, 0, 0] and made.top_p.tolist() == [0.75, 0.75, 0, 0]
-    seeds = [admissions[slot].sampling.seed for slot in (5, 2)]
-    assert made.seeds.numpy().view(np.uint64).tolist() == [*seeds, 0, 0]
-    assert inputs._state.flat.numel() == spare + LENGTH + 1 + NUM_SLOTS * 13 + NUM_SLOTS * OPTIONS
 
 
 def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:

@@ -38,9 +38,9 @@ def refusal(path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_no_reason_to_refuse(model: Path) -> None:
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    edit_weights(model, buffer)
+def test_rotary_buffers_of_old_checkpoints_and_an_auto_map_are_no_reason_to_refuse(model: Path) -> None:
+    edit_weights(model, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     assert load(model).architecture == "LlamaForCausalLM"
 
 
@@ -52,34 +52,20 @@ def test_tensors_saved_without_a_head_are_found(model: Path) -> None:
     assert load(model).fingerprint == before
 
 
-@pytest.mark.parametrize("kept", [0, 5, 100, 5000, -1])
-def test_a_truncated_file_is_refused(model: Path, kept: int) -> None:
+def test_a_truncated_file_and_a_header_bomb_are_refused(model: Path) -> None:
     data = (model / WEIGHTS).read_bytes()
+    for content in [*(data[:kept] for kept in (0, 5, 100, 5000, -1)), *table(__file__, "header bombs", struct=struct)]:
+        (model / WEIGHTS).unlink()  # it may be a link
+        (model / WEIGHTS).write_bytes(content)
+        assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
+
+
+def test_without_weights_it_is_said_what_is_expected_and_pickled_ones_are_refused_with_the_way_out(model: Path) -> None:
     (model / WEIGHTS).unlink()
-    (model / WEIGHTS).write_bytes(data[:kept])
-    assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
-
-
-@pytest.mark.parametrize(
-    "header",
-    table(__file__, "header bombs", struct=struct),
-)
-def test_a_header_bomb_is_refused(model: Path, header: bytes) -> None:
-    (model / WEIGHTS).unlink()
-    (model / WEIGHTS).write_bytes(header)
-    assert "not a whole safetensors file" in refusal(model)
-
-
-def test_pickled_weights_are_refused_with_the_way_out(model: Path) -> None:
-    (model / WEIGHTS).unlink()
+    assert refusal(model) == f"{model}: no weights; {WEIGHTS} or {WEIGHTS}.index.json is expected"
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
     message = refusal(model)
     assert "pytorch_model.bin" in message and "save_pretrained" in message
-
-
-def test_a_folder_without_weights_says_what_is_expected(model: Path) -> None:
-    (model / WEIGHTS).unlink()
-    assert refusal(model) == f"{model}: no weights; {WEIGHTS} or {WEIGHTS}.index.json is expected"
 
 
 def test_more_host_memory_than_there_is_is_named(model: Path) -> None:
@@ -93,11 +79,6 @@ def test_architectures_that_are_no_list_of_texts_are_named(model: Path, given: A
     assert resolve_model(str(model)).path == model
     with pytest.raises(ExecutorError, match="architectures: .* found; a list of strings is expected"):
         load(model)
-
-
-def test_an_auto_map_beside_an_ordinary_architecture_is_ignored(model: Path) -> None:
-    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
-    assert load(model).architecture == "LlamaForCausalLM"
 
 
 @pytest.mark.slow
@@ -154,22 +135,23 @@ def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
     assert choose_dtype(asked, stored, torch.device("cuda")) is computed
 
 
-def test_computing_float32_weights_in_bfloat16_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(load_module, "choose_dtype", lambda *_: torch.bfloat16)  # as a GPU does
-    UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append)
-    assert any("stored in float32 and computed in bfloat16" in line for line in lines)
+def test_computing_in_another_dtype_than_that_of_the_weights_is_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> tuple[ModelInfo, str]:
+        lines: list[str] = []
+        executor = UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append)
+        return executor.info, "\n".join(lines)
 
-
-def test_computing_float16_weights_in_another_dtype_is_said(model: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(load_module, "choose_dtype", lambda *_: torch.bfloat16)  # as a GPU does
+        assert "stored in float32 and computed in bfloat16" in said()[1]
     edit_weights(model, {name: each.half() for name, each in load_file(model / WEIGHTS).items()})
     edit_config(model, dtype="float16")
-    lines: list[str] = []
-    info = UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append).info
+    info, text = said()
     assert info.dtype != "float16"
-    assert any(
-        f"in float16, in which a CPU does not compute, and are computed in {info.dtype}" in line for line in lines
-    )
+    assert f"in float16, in which a CPU does not compute, and are computed in {info.dtype}" in text
+    assert "float16" in refusal(model, dtype="float16", device="cpu")
 
 
 def test_shards_load_like_one_file_with_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
@@ -211,12 +193,6 @@ def test_dummy_tensors_differ_and_their_rows_do_too() -> None:
     assert abs(first.std().item() * 32 - 1) < 0.02
 
 
-def test_float16_on_the_cpu_is_refused_when_asked_and_avoided_when_not(model: Path) -> None:
-    assert "float16" in refusal(model, dtype="float16", device="cpu")
-    edit_config(model, dtype="float16")
-    assert load(model, device="cpu").dtype in ("bfloat16", "float32")
-
-
 def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(model: Path) -> None:
     assert refusal(model, max_model_len=257) == "max_model_len: 257 given; the model's positions end at 256"
     message = refusal(model, max_model_len=200, kv_cache_bytes=100_000)  # 12288 bytes a block
@@ -224,7 +200,7 @@ def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(mode
     assert "at least 2 are needed" in refusal(model, kv_cache_bytes=20_000)
 
 
-def test_without_max_model_len_the_pool_or_the_model_decides(model: Path) -> None:
+def test_the_longest_request_and_the_pool_follow_from_the_model_and_the_memory(model: Path) -> None:
     for options, longest, limit in (
         ({"kv_cache_bytes": 100_000}, 112, "kv_cache"),
         ({"kv_cache_bytes": 2**21}, 256, "model"),
@@ -233,13 +209,7 @@ def test_without_max_model_len_the_pool_or_the_model_decides(model: Path) -> Non
     ):
         info = load(model, **options)
         assert (info.max_model_len, info.context_limit) == (longest, limit)
-
-
-def test_the_default_pool_is_no_larger_than_all_requests_need(model: Path) -> None:
-    info = load(model, kv_cache_bytes=None, max_num_seqs=3)
+    info = load(model, kv_cache_bytes=None, max_num_seqs=3)  # no more than all requests need
     assert info.num_blocks == 3 * 256 // 16 + 1
     assert info.memory["KV cache"] == info.num_blocks * info.block_bytes
-
-
-def test_more_ranks_than_one_are_refused(model: Path) -> None:
     assert "tensor_parallel_size: 2" in refusal(model, tensor_parallel_size=2)

@@ -104,13 +104,9 @@ def test_a_mask_goes_to_the_row_it_names_whatever_the_order_of_the_batch(driver:
     # The row of one token comes first in the batch, though it is the second of the step.
     driver.advance(long, single, other, masks={0: {41}, 1: {42}, 2: {43}})
     assert (long.output[-1], single.output[-1], other.output[-1]) == (41, 42, 43)
-
-
-def test_a_masked_row_without_a_mask_samples_freely(driver: Driver) -> None:
-    """Its request has ended meanwhile."""
-    ended, other = driver.admit(PROMPT), driver.admit(PROMPT)
-    driver.advance(ended, other, masks={0: None, 1: {3}})
-    assert ended.output == greedy(CASE, PROMPT, 1)[0] and other.output == [3]
+    ended, last = driver.admit(PROMPT), driver.admit(PROMPT)
+    driver.advance(ended, last, masks={0: None, 1: {3}})  # the request of the first has ended meanwhile
+    assert ended.output == greedy(CASE, PROMPT, 1)[0] and last.output == [3]
 
 
 def test_a_step_is_not_collected_before_its_masks_came(driver: Driver) -> None:

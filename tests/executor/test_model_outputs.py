@@ -16,15 +16,9 @@ from safetensors.torch import load_file
 from penstock import LLM, SamplingParams
 from penstock.engine.front.submit import Pooling
 from penstock.executor.code_types import has_vectors
-from penstock.executor.kernels.weight import Weight
-from penstock.executor.loading.arrangement import Arranged
-from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.gguf import GgufCheckpoint
-from penstock.executor.models.moe_families import GPT_OSS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support import gguf_files
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
 from tests.support.refusals import hardest_rows
@@ -138,7 +132,10 @@ def test_longrope_goes_by_the_longest_sequence_there_may_be(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [("glm4-moe", "model.layers.3.eh_proj.weight"), ("ernie4.5-moe", "model.mtp_block.0.mlp.up_proj.weight")],
+    [
+        *(("glm4-moe", "model.layers.3.eh_proj.weight"), ("ernie4.5-moe", "model.mtp_block.0.mlp.up_proj.weight")),
+        ("deepseek-v3", "model.layers.3.eh_proj.weight"),
+    ],
 )
 def test_layers_that_guess_ahead_are_left(case: str, name: str, tmp_path: Path) -> None:
     path = copied(case, tmp_path / case)
@@ -176,38 +173,16 @@ def test_a_scale_that_is_no_number_is_refused_by_name(dtype: str, tmp_path: Path
     assert "layers.1.mlp.experts.2.down_proj.weight': row 7 has a scale" in refusal(path, dtype=dtype)
 
 
-def test_experts_lie_in_tensors_of_their_own_for_whoever_reads() -> None:
-    view = Arranged(open_checkpoint(stored("mxfp4/gpt-oss")[0]), GPT_OSS)
-    assert view.has_codes
-    assert view.shape("model.layers.0.mlp.experts.5.up_proj.weight") == (96, 64)
-    assert view.shape("model.layers.0.mlp.experts.5.up_proj.bias") == (96,)
-    assert not any(name.endswith(("_blocks", "_scales")) for name in view.names())
-    plain = Arranged(open_checkpoint(folder("gpt-oss")), GPT_OSS)
-    experts = reference("gpt-oss").state_dict()["model.layers.2.mlp.experts.gate_up_proj"]
-    gate, up = (plain.read(f"model.layers.2.mlp.experts.3.{part}_proj.weight") for part in ("gate", "up"))
-    assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
-    assert torch.equal(gate, experts[3, :, 0::2].T) and torch.equal(up, experts[3, :, 1::2].T)
-
-
 IMAGES = [(case, ("model.language_model.", "")) for case in OUTER]
 IMAGES += [(case, ("language_model.model.", "language_model.")) for case in OUTER if case != "gemma4"]
 
 
-@pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, IMAGES[1:6:4]))
+@pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, IMAGES[5:6]))
 def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[str, str], tmp_path: Path) -> None:
     executor = executor_of(text_of_images(case, tmp_path / "model", *prefixes))
     assert executor.info.fingerprint == executor_of(case).info.fingerprint
     given = prompts(2, seed=3)
     assert Driver(executor).one_by_one(16, given) == [greedy(case, prompt, 16)[0] for prompt in given]
-
-
-@needs_codes
-def test_a_dtype_that_is_asked_for_widens_the_codes_and_is_another_model() -> None:
-    path, _ = stored("gguf/mixed")
-    kept, widened = (executor_of(path, dtype=dtype).info for dtype in ("auto", "float32"))
-    sizes = [sum(each.memory.values()) - each.memory["KV cache"] for each in (kept, widened)]
-    assert sizes[0] < sizes[1] / 4
-    assert kept.fingerprint != widened.fingerprint
 
 
 @needs_codes
@@ -222,17 +197,6 @@ def test_the_file_is_let_go_as_soon_as_it_is_loaded() -> None:
         del executor
     finally:
         gc.enable()
-
-
-@needs_codes
-def test_the_embedding_is_read_from_the_codes() -> None:
-    path, _ = stored("gguf/mixed")
-    values = GgufCheckpoint(path).read("model.embed_tokens.weight")
-    assert isinstance(values, Weight)
-    executor = executor_of(path, dtype="auto")
-    assert executor.info.vocab_size == gguf_files.VOCAB
-    embedded = executor._rank._loaded.model._vocabulary._rows(torch.tensor([3, 90, 3]))
-    assert torch.equal(embedded, values.dequantize(torch.device("cpu"), torch.float32)[[3, 90, 3]])
 
 
 def test_random_weights_need_no_codes_of_the_folder(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ PLAIN = [
     *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
 ]
 DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
-BY_TORCH = ("gemma4", "gpt-oss", "qwen3.5", "deepseek-v3")
+BY_TORCH = ("gpt-oss", "deepseek-v3")
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
 LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
 

@@ -79,17 +79,15 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
         channels.close()
 
 
-def test_a_child_that_stops_within_a_message_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_stops_within_a_message_counts_as_gone_and_does_not_hold_its_parent_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)
-    with running("x", Order(HALF)) as (_, reports):
+    with running("x", Order(HALF)) as (child, reports):
+        with pytest.raises(BlockingIOError):
+            while True:
+                send(child.channel, Order("x" * 10_000))
         assert [next(reports), next(reports)] == ["1", None]
-
-
-def test_a_child_that_reads_nothing_does_not_hold_its_parent_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)
-    with running("x", Order(HALF)) as (child, _), pytest.raises(BlockingIOError):
-        while True:
-            send(child.channel, Order("x" * 10_000))
 
 
 def test_a_start_of_any_size_arrives_whole_and_what_follows_it_is_not_lost() -> None:
@@ -110,13 +108,6 @@ def test_a_child_ignores_signals_to_stop_and_ends_with_its_channel() -> None:
         with socket.socket(fileno=os.dup(child.channel.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
         assert child.wait(60)
-
-
-def test_a_killed_child_is_said_to_be_killed() -> None:
-    with running("", Order("stay")) as (child, reports):
-        assert next(reports) == "0"
-        child.kill()
-        assert child.death() == "was killed by SIGKILL"
 
 
 def test_without_a_loop_signals_are_counted_and_their_handlers_come_back() -> None:

@@ -23,7 +23,6 @@ from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResul
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import SampledTokens, Sampler
 from penstock.executor.staging import send, send_list
-from penstock.executor.step import inputs
 from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
@@ -169,7 +168,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize(
-    ("kind", "num_steps"), [("mixed", 10), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
+    ("kind", "num_steps"), [("mixed", 6), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
 )
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(
     kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
@@ -204,14 +203,6 @@ def _forget_the_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", functools.cache(CudaGraphs))
 
 
-def _forget_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outbox, "hold", lambda _: None)
-
-
-def _forget_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs._Pinned, "wait", lambda block: block._tensor.numpy())
-
-
 def _forget_the_restores(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = CudaCopier.begin_step
 
@@ -220,11 +211,6 @@ def _forget_the_restores(monkeypatch: pytest.MonkeyPatch) -> None:
         begin(copier, written)
 
     monkeypatch.setattr(CudaCopier, "begin_step", begin_step)
-
-
-def _forget_the_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = CudaCopier.begin_step
-    monkeypatch.setattr(CudaCopier, "begin_step", lambda copier, _: begin(copier, ()))
 
 
 def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +225,7 @@ def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
 
 FORGOTTEN = {
     "the second pool of graphs": ("plain", _forget_the_second_pool, r"writes what stream \d+ of outbox.py reads"),
-    "to hold before a draw": ("plain", _forget_to_hold, r"writes what stream \d+ of outbox.py reads"),
-    "to wait for the last inputs": ("plain", _forget_the_inputs, "the host writes what the computing stream reads"),
     "to wait for restores": ("tiers", _forget_the_restores, "computing stream reads what .* cuda_copies.py writes"),
-    "to wait for saves": ("tiers", _forget_the_saves, "computing stream writes what .* cuda_copies.py reads"),
     "to hold on to what is sent": ("eager", _forget_the_originals, "computing stream writes what .* outbox.py reads"),
 }
 
@@ -295,19 +278,3 @@ def test_a_copy_from_ordinary_memory_would_be_seen_and_on_a_cpu_nothing_is_copie
     given = np.arange(3)
     assert send(given, CPU).data_ptr() == given.ctypes.data
     assert send_list([1, 2], torch.int64, CPU).tolist() == [1, 2] and len(gpu.copies) == 3
-
-
-def test_a_graph_runs_when_it_is_replayed_and_its_memory_is_the_next_ones(gpu: PretendedGpu) -> None:
-    pool, given = torch.cuda.graph_pool_handle(), torch.arange(4, device=GPU)
-    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-    with torch.cuda.graph(graphs[0], pool=pool):
-        first = (given + 1) * 2
-        given += 1
-    assert given.tolist() == [0, 1, 2, 3]
-    with torch.cuda.graph(graphs[1], pool=pool):
-        second = given * 10
-    graphs[0].replay()
-    graphs[1].replay()
-    assert first.tolist() == [2, 4, 6, 8] and second.tolist() == [10, 20, 30, 40]
-    graphs[0].replay()  # its sum lies where the second's result does
-    assert second.tolist() == [2, 3, 4, 5]

@@ -125,7 +125,10 @@ def open_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
         executor.close()
 
 
-@pytest.mark.parametrize(("case", "options"), [("qwen3", {}), ("qwen3-moe", {"enable_expert_parallel": True})])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [pytest.param("qwen3", {}, marks=pytest.mark.slow), ("qwen3-moe", {"enable_expert_parallel": True})],
+)
 def test_two_ranks_give_the_tokens_of_transformers_from_graphs(
     open_ranks: Callable[..., tuple[Threads, list[Recorder]]], case: str, options: dict[str, Any]
 ) -> None:

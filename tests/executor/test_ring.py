@@ -1,6 +1,5 @@
 """The shared-memory ring: what goes in comes out, a wait can be stopped, and the dead are named."""
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -125,8 +124,13 @@ def test_arrays_arrive_as_their_bytes_at_an_address_for_any_dtype(array: np.ndar
             assert found.ctypes.data % 64 == 0 or not found.size
 
 
-def test_an_array_with_gaps_and_too_many_parts_are_refused_and_the_ring_goes_on() -> None:
+def test_an_array_with_gaps_too_many_parts_and_too_many_bytes_are_refused_and_the_ring_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.executor.ring.queue.MAX_MESSAGE_BYTES", 100_000)
     with ring() as (writer, reader):
+        with pytest.raises(ValueError, match="1 parts of 100224 bytes given, at most 5 of 100000"):
+            writer.send((b"x" * 100_200,))
         with pytest.raises(TypeError, match="contiguous"):
             writer.send((np.arange(10)[::2],))
         with pytest.raises(ValueError, match=f"message: {MAX_PARTS + 1} parts of 0 bytes given, at most {MAX_PARTS}"):
@@ -180,52 +184,23 @@ def test_the_memory_of_a_rare_huge_message_is_given_back() -> None:
         assert max(writer._segment._committed) <= SPILL_KEEP_BYTES
 
 
-def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.ring.queue.MAX_MESSAGE_BYTES", 100_000)
-    with ring() as (writer, _), pytest.raises(ValueError, match="1 parts of 100224 bytes given, at most 5 of 100000"):
-        writer.send((b"x" * 100_200,))
-
-
-def test_more_memory_than_there_is_is_refused_before_it_is_used() -> None:
+def test_more_memory_than_there_is_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError, match=r"slots: 4096 of 1073741824 bytes: the ring needs 4194\d+ MiB"):
         MessageQueue.create(1, slots=4096, slot_bytes=1 << 30)
-
-
-def test_memory_that_the_kernel_refuses_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(MemoryError, match="No space left on device"):
         MessageQueue.create(1, slots=3, slot_bytes=SLOT)
 
 
-def test_a_reader_can_be_taken_once_and_must_exist() -> None:
+def test_a_reader_can_be_taken_once_and_must_exist_and_so_must_the_ring() -> None:
     with ring() as (writer, _):
+        handle = writer.handle()
         with pytest.raises(ValueError, match=f"reader: 0 is or was process {os.getpid()}"):
             MessageQueue.attach(writer.handle(), 0)
         with pytest.raises(ValueError, match="reader: 1 given, the ring has readers 0 to 0"):
             MessageQueue.attach(writer.handle(), 1)
-
-
-def test_a_handle_whose_ring_is_gone_is_refused() -> None:
-    with ring() as (writer, _):
-        handle = writer.handle()
     with pytest.raises(ConnectionError, match="cannot be opened|is not the ring"):
         MessageQueue.attach(handle, 0)
-
-
-def _sum_up(handle: Any, answers: Any) -> None:
-    with MessageQueue.attach(handle, 0) as reader:
-        answers.put(int(np.frombuffer(received(reader)[0], np.int64).sum()))
-
-
-def test_a_spawned_child_gets_its_handle_pickled() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
-        answers = spawn.SimpleQueue()
-        child = spawn.Process(target=_sum_up, args=(writer.handle(), answers))
-        child.start()
-        writer.send((np.arange(1000),), PATIENCE_S)
-        assert answers.get() == 499_500
-        child.join()
 
 
 def test_a_process_that_is_no_child_gets_it_pickled() -> None:
@@ -330,7 +305,7 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("kills", "least"), [(8, 8), pytest.param(2000, 100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "least"), [(3, 3), pytest.param(2000, 100_000, marks=pytest.mark.slow)])
 def test_a_writer_killed_at_any_moment_tears_no_message(kills: int, least: int) -> None:
     rng = np.random.default_rng(1)
     assert sum(read_until_the_writer_is_killed(rng.uniform(0.0, 0.05)) for _ in range(kills)) > least

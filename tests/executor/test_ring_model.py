@@ -170,13 +170,14 @@ def is_finished(state: State) -> bool:
     return state.sent == MESSAGES and all(done == MESSAGES for done in state.done)
 
 
+@pytest.mark.slow  # this and the next are about the model alone
 def test_every_message_reaches_every_reader_whatever_the_order() -> None:
     found = explore(Ring(), may_crash=False)
     assert found.states > 2_000
     assert found.stuck and all(is_finished(state) for state in found.stuck)
 
 
-@pytest.mark.slow  # it is about the model alone
+@pytest.mark.slow
 def test_a_crash_at_any_store_tears_nothing_and_keeps_nobody_from_what_was_sent() -> None:
     found = explore(Ring(), may_crash=True)
     assert found.states > 10_000
@@ -201,6 +202,7 @@ def test_the_exploration_finds_torn_messages(faulty: Ring) -> None:
         explore(faulty, may_crash=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty", LOST, ids=["no second look", "unannounced", "wakes nobody"])
 def test_the_exploration_finds_lost_wake_ups(faulty: Ring) -> None:
     assert not all(is_finished(state) for state in explore(faulty, may_crash=False).stuck)

@@ -33,13 +33,6 @@ def kv_of(driver: Driver) -> torch.Tensor:
     return driver.executor._rank.kv
 
 
-def test_what_stale_blocks_hold_does_not_matter(driver: Driver) -> None:
-    kv_of(driver).fill_(float("nan"))
-    sequences = [driver.admit(PROMPT[:n]) for n in (5, 17, 48)]
-    expected = [greedy(CASE, PROMPT[:n], 12)[0] for n in (5, 17, 48)]
-    assert driver.generate(*sequences, count=12, chunk=13) == expected
-
-
 def test_a_row_reads_blocks_that_an_earlier_row_of_the_same_step_fills(driver: Driver) -> None:
     first, second = driver.admit(PROMPT), driver.admit([*PROMPT[:40], 9, 9, 9])
     whole = driver.row(first)
@@ -140,18 +133,6 @@ def test_blocks_replace_the_table_from_first_block_on(driver: Driver) -> None:
     sequence.blocks = [sequence.blocks[0], *moved]
     sequence.unsent_blocks = 1
     assert driver.generate(sequence, count=8) == [greedy(CASE, PROMPT, 8)[0]]
-
-
-def test_a_preempted_request_goes_on_in_another_slot_and_other_blocks(driver: Driver) -> None:
-    victim, other = driver.admit(PROMPT[:30]), driver.admit(PROMPT[5:])
-    driver.generate(victim, other, count=7)
-    driver.readmit(victim, slot=9)
-    driver.generate(other, count=12)  # takes over the victim's blocks
-    driver.readmit(other, slot=0)  # and its slot
-    assert driver.generate(victim, other, count=20, chunk=11) == [
-        greedy(CASE, PROMPT[:30], 20)[0],
-        greedy(CASE, PROMPT[5:], 20)[0],
-    ]
 
 
 def test_a_step_without_rows_is_answered(driver: Driver) -> None:

@@ -114,7 +114,7 @@ def test_each_option_does_what_the_reference_does(name: str, ops: SamplingOps | 
     rng = torch.Generator().manual_seed(3)
     for slot in range(SLOTS):
         requests.admit(slot, Sampling(**OPTIONS[name], seed=slot), [slot, 5, 5, 650])
-    for _ in range(6):
+    for _ in range(3):
         requests.step(torch.randn(SLOTS, VOCAB, generator=rng) * 3, list(range(SLOTS)))
 
 
@@ -134,7 +134,7 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
 def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> None:
     rng = np.random.default_rng(5)
     requests = Requests(ops=ops)
-    for _ in range(120):
+    for _ in range(60):
         for slot in range(SLOTS):
             if slot not in requests.state or rng.random() < 0.2:
                 prompt = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
@@ -144,12 +144,11 @@ def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> No
         requests.step(torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32)), slots)
 
 
-@pytest.mark.parametrize("num_batches", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_request_gets_the_same_tokens_alone_and_in_different_batches(num_batches: int) -> None:
+def test_a_request_gets_the_same_tokens_alone_and_in_different_batches() -> None:
     rng = np.random.default_rng(11)
     together, alone = Sampler(VOCAB, SLOTS, CPU), Sampler(VOCAB, SLOTS, CPU)
     kinds = [Sampling(**options, seed=i) for i, options in enumerate(OPTIONS.values())]
-    for _ in range(num_batches):
+    for _ in range(100):
         slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
         logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
         chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
@@ -231,25 +230,6 @@ def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
     assert drawn == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 12, "min_p": 0.05}])
-def test_draws_have_the_distribution_of_the_reference(options: dict[str, Any]) -> None:
-    vocab, rows = 60, 200
-    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 1.5
-    requests = Requests(vocab=vocab, slots=rows)
-    for slot in range(rows):
-        requests.admit(slot, Sampling(**options, seed=slot), [0])
-    expected = reference_probabilities(logits[0].double().numpy(), Sampling(**options))
-    counts = np.zeros(vocab)
-    for position in range(1, 101):
-        tokens, _, _ = sample(requests.sampler, logits.expand(rows, -1), list(range(rows)), [position] * rows)
-        counts += np.bincount(tokens.numpy(), minlength=vocab)
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    wanted = expected[kept] * counts.sum()
-    chi_square, freedom = ((counts[kept] - wanted) ** 2 / wanted).sum(), kept.sum() - 1
-    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)
-
-
 def test_a_token_of_weight_zero_is_never_drawn_not_even_at_the_ends() -> None:
     rng = np.random.default_rng(3)
     for _ in range(200):
@@ -275,48 +255,6 @@ def test_uniforms_are_even_and_unrelated_between_neighbouring_seeds_and_position
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
     assert len(np.unique(u)) == u.size
     assert draw.uniforms(np.array([2**64 - 1], np.uint64), np.array([2**31]))[0] != u[0, 0]
-
-
-def test_a_seed_gives_the_same_tokens_again_and_another_seed_gives_others() -> None:
-    rng = torch.Generator().manual_seed(8)
-    steps = [torch.randn(1, VOCAB, generator=rng) for _ in range(20)]
-
-    def tokens(seed: int) -> list[int]:
-        requests = Requests()
-        requests.admit(0, Sampling(seed=seed), [1, 2])
-        return [requests.step(logits, [0])[0] for logits in steps]
-
-    assert tokens(1) == tokens(1)
-    assert tokens(1) != tokens(2)
-
-
-def test_a_short_request_with_a_penalty_is_sampled_beside_a_long_one_without() -> None:
-    """Histories are kept of the former alone, and no longer than they are."""
-    sampler = Sampler(VOCAB, SLOTS, CPU)
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
-    penalized = Sampling(temperature=0.8, seed=2, frequency_penalty=1.0)
-    sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
-    alone = sample(sampler, logits[1:], [1], [10])[0].tolist()
-    sampler = Sampler(VOCAB, SLOTS, CPU)
-    sampler.admit(0, Sampling(temperature=0.8, seed=1), np.zeros(5000, np.int32), 5000)
-    sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
-    assert sample(sampler, logits, [0, 1], [5000, 10])[0].tolist()[1:] == alone
-
-
-def test_a_preempted_request_goes_on_as_if_it_had_not_been() -> None:
-    sampling = Sampling(repetition_penalty=1.3, frequency_penalty=0.8, min_tokens=6, stop_ids=(1, 2), seed=9)
-    rng = torch.Generator().manual_seed(8)
-    steps = [torch.randn(1, VOCAB, generator=rng) for _ in range(12)]
-    whole, resumed = Requests(), Requests()
-    whole.admit(3, sampling, [4, 5])
-    expected = [whole.step(logits, [3])[0] for logits in steps]
-    resumed.admit(0, sampling, [4, 5])
-    got = [resumed.step(logits, [0])[0] for logits in steps[:5]]
-    resumed.admit(0, Sampling(frequency_penalty=2.0), [7])  # another request in the slot meanwhile
-    resumed.step(steps[0], [0])
-    resumed.admit(5, sampling, [4, 5], got)
-    got += [resumed.step(logits, [5])[0] for logits in steps[5:]]
-    assert got == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -28,10 +28,6 @@ def ask(router: RunningRouter, method: str, target: str, *headers: str, body: by
     return exchange(router.port, "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)
 
 
-def test_a_question_mark_behind_an_open_route_changes_nothing(router: RunningRouter) -> None:
-    assert status(ask(router, "GET", "/health?x=/metrics")) == 200
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

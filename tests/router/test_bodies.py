@@ -32,8 +32,7 @@ def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("tokenizes", [False, True])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("tokenizes", "is_split"), [(False, False), (True, True)])
 def test_a_body_is_dropped_at_the_first_byte_of_its_answer(tokenizes: bool, is_split: bool) -> None:
     may_answer, may_end = Hold(answer=None), Hold(b"0\r\n\r\n", first=STREAM + EVENT)
 

@@ -93,7 +93,7 @@ def test_a_slot_that_is_handed_out_again_matches_as_its_new_owner_does() -> None
 def test_the_router_promises_what_the_engine_finds() -> None:
     """Random requests; the frames of one engine with states go to a router, which is asked about prompts all along."""
     num_promised = num_found = 0
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
         world = World(num_blocks=least + 60, groups=GROUPS, host_slots=400)

@@ -29,7 +29,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
 @pytest.mark.parametrize("name", POLICIES)
 def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
     policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
-    for _ in range(400):
+    for _ in range(150):
         fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))
         if rng.random() < 0.3:
             fleet.active[:] = fleet.cached[:] = 0  # equals
@@ -53,13 +53,16 @@ def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
         assert fleet.backlog[row] == pytest.approx(fleet.backlog_of(row, NOW_S))
 
 
-def test_every_one_of_equals_is_drawn_about_as_often() -> None:
-    fleet = LoadTable(seed=5)
-    for _ in range(3):
-        fleet.learn(fleet.add(1000.0), 100.0)
-    fleet.is_open[:] = 1.0
-    drawn = np.bincount([fleet.choose(10, NOW_S) for _ in range(3000)], minlength=3)
-    assert (drawn > 900).all(), drawn
+def test_every_one_of_equals_is_drawn_about_as_often_and_the_lot_is_repeatable() -> None:
+    def drawn(seed: int) -> list[int]:
+        fleet = LoadTable(seed=seed)
+        for _ in range(3):
+            fleet.learn(fleet.add(1000.0), 100.0)
+        fleet.is_open[:] = 1.0
+        return [fleet.choose(10, NOW_S) for _ in range(3000)]
+
+    assert (np.bincount(drawn(5), minlength=3) > 900).all()
+    assert drawn(5) == drawn(5) != drawn(6)
 
 
 def test_round_robin_goes_on_after_the_last_one() -> None:
@@ -68,19 +71,6 @@ def test_round_robin_goes_on_after_the_last_one() -> None:
         fleet.learn(fleet.add(1000.0), 100.0)
     fleet.is_open[:] = (1, 1, 0, 1)
     assert [fleet.choose(1, NOW_S) for _ in range(5)] == [0, 1, 3, 0, 1]
-
-
-def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
-    fleet = LoadTable(PolicyConfig(affinity_s=0.05, first_delay_s=0.0, wear=0.0))
-    for _ in range(2):
-        fleet.learn(fleet.add(100_000.0), 1000.0)
-    fleet.is_open[:] = 1.0
-    fleet.queued[1] = 40.0
-    assert fleet.choose(100, NOW_S, sticky=1) == 1
-    fleet.queued[1] = 60.0
-    assert fleet.choose(100, NOW_S, sticky=1) == 0
-    fleet.queued[1], fleet.is_open[1] = 0.0, 0.0
-    assert fleet.choose(100, NOW_S, sticky=1) == 0
 
 
 def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:

@@ -65,7 +65,7 @@ def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: Run
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(5, 6000), *(pytest.param(seed, 50_000, marks=(pytest.mark.slow, pytest.mark.timeout(900))) for seed in (6, 7))],
+    [(5, 2500), *(pytest.param(seed, 50_000, marks=(pytest.mark.slow, pytest.mark.timeout(900))) for seed in (6, 7))],
 )
 def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
     router: RunningRouter, backend: Stub, seed: int, count: int
@@ -87,7 +87,7 @@ def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
             answered += 1
             assert each.line.startswith(b"POST /") and each.line.endswith(b" HTTP/1.1")
             assert _read_by_h11(each) == each.body
-    assert answered > 50  # the corpus is not all refused
+    assert answered > count / 100  # the corpus is not all refused
 
 
 def _read_by_h11(seen: Seen) -> bytes:

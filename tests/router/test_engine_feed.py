@@ -48,7 +48,7 @@ def followed(
             yield router, engine, know
 
 
-def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> None:
+def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks_and_requests_go_there() -> None:
     with stand_in() as small, stand_in() as large:
         small.publisher.publish(stored(IDS))  # before the router came
         with running_router(small.backend, large.backend, tokenizes=True) as router:
@@ -60,6 +60,9 @@ def test_what_engines_publish_is_known_whatever_the_size_of_their_blocks() -> No
             large.publisher.publish(removed(names_of(IDS, 64)))
             until(lambda: predicted(router, large) == 0)
             assert predicted(router, small) > 0
+            for _ in range(4):
+                assert router.complete(TEXT, model="m").status_code == 200
+            assert (completions(small), completions(large)) == (4, 0)
 
 
 @pytest.mark.parametrize("says_topic", [True, False])
@@ -91,8 +94,7 @@ def test_after_a_gap_that_cannot_be_filled_nothing_is_believed_that_may_have_bee
         know(1)
 
 
-@pytest.mark.parametrize("has_replay", [True, False])
-@pytest.mark.parametrize("is_restarted", [True, False], ids=["a new engine", "numbers from zero"])
+@pytest.mark.parametrize(("has_replay", "is_restarted"), [(True, True), (False, False)])
 def test_when_the_numbers_of_batches_start_again_nothing_older_is_believed(
     has_replay: bool, is_restarted: bool
 ) -> None:
@@ -114,17 +116,6 @@ def test_an_engine_that_is_taken_out_is_not_listened_to_any_more() -> None:
         follower = router.router.feeds._by_url[engine.http.url]
         router.call(lambda: router.app.apply("DELETE", Backend.of(engine.http.url)))
         until(follower.done)
-
-
-def test_requests_go_where_their_beginning_is_cached() -> None:
-    with stand_in() as one, stand_in() as other:
-        with running_router(one.backend, other.backend, tokenizes=True) as router:
-            until(lambda: is_followed(router, one) and is_followed(router, other))
-            other.publisher.publish(stored(IDS))
-            until(lambda: predicted(router, other) > 0)
-            for _ in range(4):
-                assert router.complete(TEXT, model="m").status_code == 200
-        assert (completions(one), completions(other)) == (0, 4)
 
 
 def test_the_cached_tokens_in_another_engines_answers_are_compared_with_the_prediction() -> None:
@@ -152,5 +143,7 @@ def test_a_backend_is_read() -> None:
     text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,prefill=h:9100"
     assert Backend.of(text) == Backend("http://h:8000", "tcp://h:5557", "tcp://h:5558", "h:9100")
     assert Backend.of("http://[::1]:8000,events=5557").events == "tcp://[::1]:5557"
+    assert Backend.of("http://h,prefill=[::1]:9100") == Backend("http://h:80", prefill="[::1]:9100")
+    assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
     with pytest.raises(RouteError, match="--tokenizer"):
         check_together(RouterConfig(backends=("http://h:1,events=1",)))

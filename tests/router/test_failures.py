@@ -17,7 +17,7 @@ import pytest
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
-from penstock.router.fleet.fleet import RetryBudget
+from penstock.router.fleet.fleet import RESERVE, RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
 from penstock.router.leg import Leg
@@ -66,15 +66,6 @@ def without_retries(router: RunningRouter) -> None:
     router.fleet.budget.share = router.fleet.budget.tokens = 0.0
 
 
-@pytest.mark.slow
-def test_when_one_of_eight_is_killed_no_client_that_waits_for_a_first_byte_notices() -> None:
-    with mock_fleet(8, prefill_tps=2000, inter_token_s=0.01) as (router, replicas):
-        results = load(router.url, 160, during=lambda: replicas[3].send(signal.SIGKILL))
-        assert Counter(code for code, _ in results) == {200: 160}
-        until(lambda: router.state(replicas[3].url) == "down")
-        assert router.states().count("up") == 7
-
-
 def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left() -> None:
     """Its death is no misconduct that retries could make worse: those requests are not computed there any more."""
     with mock_fleet(3, inter_token_s=0.02) as (router, replicas):
@@ -88,6 +79,7 @@ def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_ret
         results = load(router.url, 60, during=kill_what_others_wait_for)
         assert Counter(code for code, _ in results) == {200: 60}
         assert router.counts("retries").keys() & {"lost", "unreachable", "moved"}
+        until(lambda: sorted(router.states()) == ["down", "up", "up"])
 
 
 def test_a_replica_that_dies_with_its_listening_socket_last_loses_no_request() -> None:
@@ -159,6 +151,7 @@ def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
             hold.go.set()
             assert status(read_all(sock)) == 200
         until(lambda: not router.fleet.detached)
+        assert router.complete().status_code == 200
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
@@ -242,10 +235,10 @@ def flaky(share: float) -> Answer:
 
 def test_when_half_of_the_requests_fail_retries_stay_within_their_budget() -> None:
     with stub_fleet(*(flaky(0.5) for _ in range(4))) as (router, backends):
-        results = load(router.url, 600, concurrency=8)
+        results = load(router.url, 200, concurrency=8)
         assert {code for code, _ in results} <= {200, 502, 503}
         asked = sum(len(each.seen) for each in backends)
-        assert 620 < asked <= 600 * 1.2
+        assert 210 < asked <= 200 * 0.15 + 200 + RESERVE
 
 
 def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third() -> None:
@@ -304,7 +297,7 @@ def test_beyond_the_requests_a_replica_may_have_the_answer_is_429() -> None:
 
 
 def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None:
-    timeouts = dataclasses.replace(QUICK, response_s=1.0)
+    timeouts = dataclasses.replace(QUICK, response_s=0.5)
     with stub_fleet(Hold(), ok, policy="round-robin", timeouts=timeouts) as (router, _):
         assert sorted(router.complete().status_code for _ in range(2)) == [200, 504]
 
@@ -329,8 +322,8 @@ def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas() -> None:
     timeouts = dataclasses.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
     with stub() as backend, running_router(backend.url, timeouts=timeouts) as router:
         block = threading.Event()
-        for _ in range(4):
-            router.call(lambda: block.wait(0.8))  # the event loop stands still for longer than every time-out
+        for _ in range(3):
+            router.call(lambda: block.wait(0.5))  # the event loop stands still for longer than every time-out
         assert router.states() == ["up"]
         assert router.complete().status_code == 200
 
@@ -341,7 +334,7 @@ def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for
     """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
     timeouts = dataclasses.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
     with stub() as backend, running_router(backend.url, timeouts=timeouts) as router:
-        left = 30
+        left = 16
 
         def hold_up() -> None:
             nonlocal left

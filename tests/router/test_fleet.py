@@ -62,13 +62,12 @@ def test_an_idle_fleet_uses_all_of_its_caches() -> None:
     assert without["imbalance"] > 1.8 * report["imbalance"], "the first block alone would draw everybody to one replica"
 
 
-@pytest.mark.parametrize("policy", ["predicted-ttft", "least-loaded", "round-robin"])
-def test_a_hot_prefix_is_spread_over_the_fleet(policy: PolicyName) -> None:
+def test_a_hot_prefix_is_spread_over_the_fleet() -> None:
     hot = keys(1, 20)
     arrivals = [
         Arrival(number * 0.02, 512 * 21, 50, np.concatenate([hot, keys(number + 2, 1)])) for number in range(800)
     ]
-    simulation = play(arrivals, policy, Settings(num_replicas=4))
+    simulation = play(arrivals, settings=Settings(num_replicas=4))
     counts = Counter(outcome.replica for outcome in simulation.outcomes[len(simulation.outcomes) // 8 :])
     assert len(counts) == 4 and max(counts.values()) <= 1.25 * len(arrivals) / 4
 
@@ -120,7 +119,7 @@ class Trouble:
                 simulation.placement.apply_events(name, replica.snapshot())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothing_else(seed: int) -> None:
     arrivals = conversations(gap_s=0.2)
     simulation = Simulation(SMALL, PolicyConfig(), seed=1)
@@ -172,24 +171,12 @@ def test_a_session_stays_where_it_was_unless_another_is_much_better() -> None:
         simulation.placement.choose(None, num_tokens=1_000, exclude=frozenset(simulation.replicas) - {first.replica})
     moved = simulation.placement.choose(None, num_tokens=10, session="chat")
     assert moved is not None and moved.replica != first.replica
+    simulation.placement.set_available(moved.replica, False)
+    other = simulation.placement.choose(None, num_tokens=10, session="chat")
+    assert other is not None and other.replica != moved.replica
 
 
-def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable() -> None:
-    def order(seed: int) -> list[str]:
-        simulation = Simulation(SMALL, PolicyConfig(wear=0.0), seed=seed)
-        names = []
-        for _ in range(40):
-            charge = simulation.placement.choose(None, num_tokens=0)
-            assert charge is not None
-            names.append(charge.replica)
-            charge.release(True)
-        return names
-
-    assert order(1) == order(1) != order(2)
-    assert set(order(1)) == {"r0", "r1", "r2", "r3"}
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed: int) -> None:
     rng = random.Random(seed)
     world = World()

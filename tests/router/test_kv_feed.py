@@ -59,7 +59,7 @@ def test_a_stream_with_a_gap_or_that_stalls_is_left_and_connected_to_again(
         num_streams += 1
         sock.sendall(STREAM)
         send(sock, *BEGINNING)
-        while not may_end.wait(0.5):  # so that no two frames are read together
+        while not may_end.wait(0.2):  # so that no two frames are read together
             if fault == "gap":
                 send(sock, Changes(7, "device", b"", b"", False))
 

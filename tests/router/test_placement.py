@@ -52,16 +52,6 @@ def cached(placement: Placement, tokens: bytes, salt: str | None = None, adapter
     return {name: int(placement.loads.cached[replica.load.row]) for name, replica in placement._replicas.items()}
 
 
-def test_a_request_goes_where_its_prefix_lies() -> None:
-    placement, _ = fleet()
-    prompt = ids(1)
-    for name in ("r0", "r1", "r2"):
-        live(placement, name, prompt if name == "r1" else b"")
-    charge = placement.choose(placement.prepare(prompt), num_tokens=160)
-    assert charge is not None and charge.replica == "r1" and charge.predicted_cached_tokens == 159
-    placement.check()
-
-
 @pytest.mark.parametrize("ending", ["after the first token", "before the first token"])
 def test_load_is_released_exactly_once(ending: str) -> None:
     placement, clock = fleet(1)

@@ -31,13 +31,6 @@ def before(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-def test_an_answer_is_the_replicas_own(router: RunningRouter, replicas: list[MockReplica]) -> None:
-    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
-    through = router.complete("abc", max_tokens=8).json()
-    direct = router.http.post(replicas[0].url + "/v1/completions", json=body).json()
-    assert through["choices"] == direct["choices"]
-
-
 def test_a_stream_arrives_event_by_event(router: RunningRouter) -> None:
     body = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "stream": True}
     with router.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -45,12 +38,6 @@ def test_a_stream_arrives_event_by_event(router: RunningRouter) -> None:
     assert lines[-1] == "data: [DONE]"
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
     assert text == router.complete("abc", max_tokens=20).json()["choices"][0]["text"]
-
-
-def test_an_error_of_the_replica_is_passed_on_as_it_is(router: RunningRouter) -> None:
-    answer = router.complete("abc", temperature=-1)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "temperature"
 
 
 def test_many_requests_share_few_connections(router: RunningRouter, replicas: list[MockReplica]) -> None:
@@ -91,7 +78,9 @@ def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(
         b"{}", b"200 OK", b"connection: x-inner", b"x-inner: 1", b"x-outer: 2", b"x-penstock-cached-tokens: 7"
     )
     headers = (b"Connection: X-Mine, close", b"x-mine: 1", b"te: trailers", b"upgrade-insecure-requests: 1")
-    answer = exchange(before.port, post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False))
+    asked = post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False)
+    answer = exchange(before.port, asked.replace(b"host: x", b"host: evil.example"))
+    assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
     names = {name for name, _ in backend.seen[-1].headers}
     assert not names & {b"connection", b"x-mine", b"te", b"x-penstock-forged"}
     assert b"upgrade-insecure-requests" in names
@@ -105,11 +94,6 @@ def test_an_engines_error_passes_byte_by_byte(before: RunningRouter, backend: St
     answer = before.complete()
     assert (answer.status_code, answer.content) == (422, body)
     assert answer.headers["content-type"] == "application/problem+json"
-
-
-def test_the_host_of_the_client_is_replaced(before: RunningRouter, backend: Stub) -> None:
-    exchange(before.port, post().replace(b"host: x", b"host: evil.example"))
-    assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
 
 
 def test_without_a_length_the_answer_ends_with_the_connection(before: RunningRouter, backend: Stub) -> None:
@@ -144,7 +128,7 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
     sent = []
 
     def endless(seen: Seen, sock: socket.socket) -> None:
-        sock.settimeout(1.0)
+        sock.settimeout(0.5)
         sock.sendall(STREAM)
         try:
             while True:
@@ -160,18 +144,6 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
         held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
         # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
         assert held <= 512 * 1024
-
-
-def test_a_replica_that_is_taken_out_and_added_again_beside_its_own_requests_is_asked_whether_it_is_ready() -> None:
-    with mock_fleet(1, inter_token_s=0.02) as (router, (slow,)):
-        backend = router.fleet.replicas[slow.url].backend
-        with connect(router.port) as sock:
-            sock.sendall(post(b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'))
-            until(lambda: router.fleet.replicas[backend.url].num_in_flight == 1)
-            router.call(lambda: router.app.apply("DELETE", backend))
-            router.call(lambda: router.app.apply("POST", backend))
-            until(lambda: router.state(backend.url) == "up")
-        assert router.complete().status_code == 200
 
 
 def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -> None:

@@ -67,27 +67,32 @@ def context(root: SpanSeen, attempt: SpanSeen, is_joined: bool) -> bytes:
     return f"00-{root.trace_id}-{attempt.span_id}-{'01' if is_joined else '03'}".encode()
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize(("given", "passes", "is_joined"), table(__file__, "contexts", TRACE=TRACE, PARENT=PARENT))
 def test_a_replica_gets_one_context_which_names_the_attempt(
-    collector: Collector, given: list[str], passes: str | None, is_joined: bool, is_plain: bool
+    collector: Collector, given: list[str], passes: str | None, is_joined: bool
 ) -> None:
+    """Of requests that are read quickly, and of those that only the parser reads."""
     with (
         stub() as replica,
         running_router(replica.url, telemetry=traced(collector)) as router,
     ):
         body = b'{"prompt":"abc"}'
         lines = [*given, "content-type: application/json", f"content-length: {len(body)}", "x-traceparent: kept"]
-        lines += [] if is_plain else ["keep-alive: 5"]
-        with connect(router.port) as sock:
-            sock.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", "host: a", *lines, "", ""]).encode() + body)
-            assert status(sock.recv(4096)) == 200
-        attempt, root = collector.one("attempt"), collector.one("POST /v1/completions")
-    (seen,) = replica.seen
-    assert seen.header(b"traceparent") == [context(root, attempt, is_joined)]
-    assert seen.header(b"tracestate") == ([] if passes is None else [passes.encode()])
-    assert seen.header(b"x-traceparent") == [b"kept"]
-    assert (root.trace_id == TRACE) == is_joined and attempt.trace_id == root.trace_id
+        for others in ([], ["keep-alive: 5"]):
+            head = ["POST /v1/completions HTTP/1.1", "host: a", *lines, *others, "", ""]
+            with connect(router.port) as sock:
+                sock.sendall("\r\n".join(head).encode() + body)
+                assert status(sock.recv(4096)) == 200
+        roots = {span.span_id: span for span in collector.named("POST /v1/completions", 2)}
+        pairs = [(attempt, roots.pop(str(attempt.parent_id))) for attempt in collector.named("attempt", 2)]
+    assert {seen.header(b"traceparent")[0] for seen in replica.seen} == {
+        context(root, attempt, is_joined) for attempt, root in pairs
+    }
+    for seen in replica.seen:
+        assert len(seen.header(b"traceparent")) == 1
+        assert seen.header(b"tracestate") == ([] if passes is None else [passes.encode()])
+        assert seen.header(b"x-traceparent") == [b"kept"]
+    assert all((root.trace_id == TRACE) == is_joined and attempt.trace_id == root.trace_id for attempt, root in pairs)
 
 
 def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Collector) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
-from penstock.router.backend import Backend, RouteError
+from penstock.router.backend import RouteError
 from penstock.router.config import RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import form_with_hint, ids_of, prompt_of, splittable, with_hint
@@ -314,18 +314,6 @@ def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes,
 
 
 # What the operator says.
-
-
-def test_a_prefill_replica_is_given_with_its_peer() -> None:
-    assert Backend.of("http://h:8000,prefill=10.0.0.5:9100") == Backend("http://h:8000", prefill="10.0.0.5:9100")
-    assert Backend.of("http://h,prefill=[::1]:9100") == Backend("http://h:80", prefill="[::1]:9100")
-    assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
-
-
-@pytest.mark.parametrize("word", table(__file__, "prefills"))
-def test_a_prefill_replica_without_a_peer_is_refused(word: str) -> None:
-    with pytest.raises(RouteError, match="prefill"):
-        Backend.of(f"http://h:8000,{word}")
 
 
 def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:

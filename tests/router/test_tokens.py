@@ -181,11 +181,3 @@ def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing: Run
             url + COMPLETIONS, content=form, headers={"content-type": token_form.CONTENT_TYPE.decode()}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-
-
-def test_predicted_and_actual_cached_tokens_are_compared(tokenizing: RunningRouter) -> None:
-    for _ in range(3):
-        tokenizing.chat("the same long beginning " * 40)
-    text = tokenizing.http.get("/metrics").text
-    compared = next(line for line in text.splitlines() if line.startswith("penstock:router_compared_requests_total"))
-    assert float(compared.split()[-1]) > 0

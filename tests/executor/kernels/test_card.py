@@ -28,11 +28,6 @@ def test_each_card_has_its_features(card: Card, features: tuple[str, ...]) -> No
     )
 
 
-def test_a_torch_without_scaled_mm_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(F, "scaled_mm")
-    assert not H200.has_scaled_mm
-
-
 @pytest.mark.parametrize(
     ("version", "has_it"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True), (None, True)]
 )
@@ -42,6 +37,8 @@ def test_a_torch_for_an_older_cuda_does_without_scaled_mm(
     """The cuBLAS of CUDA 12.8 would raise in the warm-up's first step."""
     monkeypatch.setattr(torch.version, "cuda", version)
     assert H200.has_scaled_mm == has_it
+    monkeypatch.delattr(F, "scaled_mm")
+    assert not H200.has_scaled_mm
 
 
 def test_the_card_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:

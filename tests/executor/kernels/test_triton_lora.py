@@ -1,22 +1,12 @@
 """What adapters add to products: the Triton kernels against their twin, and places that adapters come to and go from."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 
 from penstock.executor.kernels.cuda.adapter_products import add_lora
-from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.lora import LoraPart, LoraSlots
-from penstock.executor.uniproc import UniprocExecutor
-from tests.support.adapters import Adapter
-from tests.support.checkpoints import compute_with, executor_of
-from tests.support.driver import Driver
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import random
-from tests.support.small_models import greedy
 from tests.support.twins.lora import add_lora as twin
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
@@ -39,41 +29,6 @@ def test_sums_equal_the_twin(device: torch.device, dtype: torch.dtype, shape: tu
     for none in (slice(19, 21), slice(22, 30)):
         assert torch.equal(actual[none], y[none])
     assert not torch.equal(actual, y)
-
-
-def on_places(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> UniprocExecutor:
-    """As on a GPU: through places, and products of the Triton kernels."""
-    compute_with(monkeypatch, OPS)
-    monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add_lora)
-    sizes: dict[str, Any] = {
-        "kv_cache_bytes": 2**19,
-        "block_size": 4,
-        "max_num_seqs": 4,
-        "max_loras": 2,
-        "max_lora_rank": 8,
-    }
-    executor = executor_of(case, device=device.type, enable_lora=True, **sizes)
-    store = executor._rank.adapters
-    store._weights = LoraSlots(store._shapes, 2, 8, torch.float32, device)
-    return executor
-
-
-@pytest.mark.slow_in_interpreter
-@pytest.mark.usefixtures("few_programs")
-def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """There are fewer places than adapters."""
-    executor = on_places("qwen3", device, monkeypatch)
-    driver, prompts = Driver(executor), [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
-    adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
-    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
-    for first, second in ((0, 1), (2, 0)):
-        asked = [driver.admit(prompts[0], adapter=keys[first]), driver.admit(prompts[1], adapter=keys[second])]
-        got = driver.generate(*asked, driver.admit(prompts[2]), count=2, chunk=8)
-        expected = [adapters[first].tokens(prompts[0], 2), adapters[second].tokens(prompts[1], 2)]
-        assert got == [*expected, greedy("qwen3", prompts[2], 2)[0]]
-        driver._next_slot = 0
 
 
 def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:

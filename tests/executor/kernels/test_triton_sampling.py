@@ -7,31 +7,12 @@ import torch
 from penstock.executor.kernels import IN_PROMPT
 from penstock.executor.kernels.cuda import draw_tokens as sampling
 from penstock.executor.kernels.cuda import logit_edits
-from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
-from penstock.executor.protocol import Sampling
-from penstock.executor.sampling.edits import Edits, RowMasks, TokenCounts
-from penstock.executor.sampling.sampler import Sampler
-from tests.executor.test_sampler import SLOTS, random_sampling, sample
-from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
-from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
+from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
 from tests.support.twins import sampling as sampling_twin
 
 VOCAB = 5000  # more than one chunk of 4096
 OFF = (1.0, 0.0, 0, 1.0)
-# temperature, min_p, top_k, top_p
-OPTIONS = [
-    OFF,
-    (0.0, 0.0, 0, 1.0),
-    (0.7, 0.0, 5, 1.0),
-    (1.3, 0.0, 0, 0.9),
-    (1.0, 0.1, 0, 1.0),
-    (1.0, 0.01, 40, 0.5),
-    (2.0, 0.0, 1, 1.0),
-    (1.0, 0.0, 0, 0.0),
-    (1.0, 0.0, VOCAB + 7, 1.0),
-    (0.01, 0.0, 30, 0.99),
-]
 
 
 def options(
@@ -47,35 +28,6 @@ def options(
         rows * -(2**40) + 12345,  # seeds, of 64 bits
         rows + start,
     ]
-
-
-@matrix("dtype", TOLERANCE, hardest=[])
-def test_the_tokens_are_the_twins(device: torch.device, dtype: torch.dtype) -> None:
-    logits = (3 * random(len(OPTIONS), VOCAB, seed=1)).to(dtype).to(device)
-    given = options(OPTIONS, device)
-    tokens, largest = sampling.choose(logits, *given)
-    expected_tokens, expected_largest = sampling_twin.choose(logits, *given)
-    assert torch.equal(tokens, expected_tokens)
-    assert torch.equal(largest, expected_largest)
-
-
-@pytest.mark.slow_in_interpreter
-def test_filters_keep_ties_and_nothing_else(device: torch.device) -> None:
-    """On few logits with many ties: over many draws of the twin all that is kept comes up; the kernel draws the same."""
-    logits = torch.tensor([4.0, 4.0, 3.0, 3.0, 3.0, 2.0, 1.0, -torch.inf, 0.0, -1.0], device=device)
-    draws, few = 150, 4
-    for temperature, min_p, top_k, top_p, kept in (
-        (1.0, 0.0, 3, 1.0, {0, 1, 2, 3, 4}),
-        (1.0, 0.0, 2, 1.0, {0, 1}),
-        (1.0, 0.0, 0, 0.5, {0, 1}),
-        (1.0, 0.3, 0, 1.0, {0, 1, 2, 3, 4}),
-        (3.0, 0.0, 6, 0.99, {0, 1, 2, 3, 4, 5}),
-    ):
-        given = options([(temperature, min_p, top_k, top_p)] * draws, device)
-        expected, _ = sampling_twin.choose(logits.repeat(draws, 1), *given)
-        assert set(expected.tolist()) == kept
-        tokens, _ = sampling.choose(logits.repeat(few, 1), *(column[:few] for column in given))
-        assert torch.equal(tokens, expected[:few])
 
 
 def test_rows_that_are_not_finite_are_told(device: torch.device) -> None:
@@ -118,7 +70,7 @@ MANY = [pytest.param(vocab, marks=pytest.mark.slow) for vocab in (8193, 32_000, 
 @pytest.mark.parametrize("vocab", [257, *MANY])
 def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: torch.device, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
-    for rows in range(1, 6) if vocab < 10_000 else (1, 5):
+    for rows in range(1, 4) if vocab < 10_000 else (1, 5):
         dtype = torch.bfloat16 if rows % 2 else torch.float32
         logits = torch.stack([any_row(vocab, rng) for _ in range(rows)]).to(dtype).to(device)
         given = options([any_options(vocab, rng) for _ in range(rows)], device, int(rng.integers(10_000)))
@@ -130,6 +82,13 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
         assert torch.equal(again, tokens[some])
 
 
+def test_each_filter_alone_draws_what_the_twin_draws(device: torch.device) -> None:
+    """Of rows so flat that without its filter most draws would be others."""
+    given = options(4 * [(1.0, 0.5, 0, 1.0), (1.0, 0.0, 3, 1.0), (1.0, 0.0, 0, 0.3)], device)
+    logits = random(12, 257, seed=3).to(device)
+    assert torch.equal(sampling.choose(logits, *given)[0], sampling_twin.choose(logits, *given)[0])
+
+
 KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
@@ -139,7 +98,7 @@ def test_thresholds_below_what_the_parts_list_are_found_in_the_row(
 ) -> None:
     """Flat rows, whose nuclei are most of the vocabulary, more equal logits than a list takes, and steep rows, of whose
     nuclei the lists hold the larger part."""
-    rows, vocab = 4, 2 * sampling.PART.value
+    rows, vocab = 2, 2 * sampling.PART.value
     flat = 0.1 * random(rows, vocab)
     logits = {"flat": flat, "tied": torch.where(flat > 0, 1.0, 0.0), "steep": 20 * flat}[shape].to(device)
     given = options([kept] * rows, device)
@@ -185,6 +144,7 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     counts = torch.zeros(3, 2300, dtype=torch.int32, device=device)
     counts[:, ::7] = 2
     counts[:, ::5] |= IN_PROMPT
+    counts[2, ::3] += 1
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
     given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
@@ -204,53 +164,3 @@ def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     logit_edits.mask(logits, rows, masks)
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
-
-
-def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> None:
-    vocab = 300
-    samplings = [
-        Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25),
-        Sampling(),
-        Sampling(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.75),
-        Sampling(frequency_penalty=-1.5),
-    ]
-    edited = []
-    for ops, where in ((SAMPLING_OPS, device), (sampling_twin, torch.device("cpu")), (None, torch.device("cpu"))):
-        seen, slots = TokenCounts(len(samplings), vocab, where), [3, 0, 2, 1]
-        for slot in slots:
-            seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
-        edits = Edits([(slot, sampling, 2) for slot, sampling in zip(slots, samplings, strict=True)], vocab, where)
-        logits = random(len(samplings), vocab).to(where)
-        edits.apply(logits, np.array([4] * len(samplings)), seen, ops)
-        edited.append(logits.cpu())
-    for others in edited[1:]:
-        close(edited[0], others)
-
-
-@pytest.mark.slow_in_interpreter
-@pytest.mark.parametrize("seed", [0, 1])
-def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.device, seed: int) -> None:
-    """Requests come and go in slots of a sampler whose rows are in any order; some have masks of grammars."""
-    rng = np.random.default_rng(seed)
-    there = Sampler(OPTION_VOCAB, SLOTS, device, SAMPLING_OPS)
-    here = Sampler(OPTION_VOCAB, SLOTS, torch.device("cpu"), sampling_twin)
-    lengths = [0] * SLOTS
-    for step in range(8):
-        for slot in range(SLOTS):
-            if not lengths[slot] or rng.random() < 0.2:
-                sampling_options = random_sampling(rng)
-                tokens = rng.integers(0, OPTION_VOCAB, rng.integers(1, 12)).astype(np.int32)
-                lengths[slot], num_prompt = len(tokens), int(rng.integers(1, len(tokens) + 1))
-                for sampler in (there, here):
-                    sampler.admit(slot, sampling_options, tokens, num_prompt)
-        slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
-        logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
-        positions = [lengths[slot] for slot in slots]
-        masked = sorted(rng.permutation(len(slots))[: step % 3].tolist())
-        words = rng.integers(-(2**31), 2**31, (len(masked), -(-OPTION_VOCAB // 32))).astype(np.int32)
-        masks = RowMasks(masked, words) if masked else None
-        expected, _, errors = sample(here, logits.clone(), slots, positions, masks)
-        got, _, reported = sample(there, logits.to(device), slots, positions, masks)
-        assert reported == errors and got.tolist() == expected.tolist()
-        for slot in slots:
-            lengths[slot] += 1

@@ -1,4 +1,4 @@
-"""How many cores there are: the affinity mask, and the CPU quota of the control group in both of its versions."""
+"""How many cores and how much memory there are: the affinity mask, and the limits of the control group."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels.cpu_ops import describe_cpu
-from penstock.executor.machine import usable_cores
+from penstock.executor.machine import available_memory, usable_cores
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
@@ -50,3 +50,23 @@ def test_the_team_of_a_model_is_no_larger_than_the_quota(tmp_path: Path, monkeyp
     UniprocExecutor(ExecutorConfig(model=str(small_file(tmp_path / "model.gguf")), kv_cache_bytes=1 << 20))
     assert torch.get_num_threads() == 2
     assert describe_cpu(torch.float32, None, None).num_threads == 2
+
+
+def group(path: Path, limit: str) -> Path:
+    (path / "memory.max").write_text(f"{limit}\n")
+    (path / "memory.current").write_text("9000000\n")
+    (path / "memory.stat").write_text("anon 1000000\nactive_file 3000000\ninactive_file 4500000\nshmem 500000\n")
+    return path
+
+
+def test_a_control_group_s_page_cache_counts_as_free(tmp_path: Path) -> None:
+    assert available_memory(group(tmp_path, "10000000")) == 10_000_000 - 1_500_000
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    assert available_memory(group(tmp_path, "1000")) == 0
+
+
+def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
+    assert available_memory(group(tmp_path, "max")) > 10_000_000
+    assert available_memory(tmp_path / "absent") > 10_000_000
