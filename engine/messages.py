@@ -101,6 +101,10 @@ class Reuse(msgspec.Struct, frozen=True, omit_defaults=True):
     evicted_from: str | None = None
     evicted_s_ago: float | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one sequence. The last output has a `finish_reason`; there is always exactly one."""
@@ -110,7 +114,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the stop token that ended the sequence
     error: str | None = None
-    num_cached_tokens: int | None = None  # with the first tokens
     reuse: Reuse | None = None  # with the first tokens
     logprobs: list[TokenLogprobs] | None = None  # one per token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
@@ -121,6 +124,10 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     weights_version: int = 0  # version of the weights that computed `tokens`
     # For positions since the last output: first those of the prompt, then always the token before the new one.
     routed: list[RoutedExperts] = []
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        return None if self.reuse is None else self.reuse.num_cached_tokens
 
 
 class Stats(msgspec.Struct, array_like=True):

@@ -238,7 +238,6 @@ class Request:
             finish_reason,
             stop_token,
             error,
-            sum(reuse.cached.values()) if reuse is not None else None,
             reuse,
             logprobs,
             self.prompt_logprobs or None if is_first else None,

@@ -376,7 +376,7 @@ class AsyncEngine:
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
-        for request_id in self.answers.request_ids():
+        for request_id in [*self.answers]:
             self.answers.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:

@@ -131,7 +131,7 @@ class Batch:
                     check_interrupt()
         except BaseException:
             if not self.is_broken:  # Ctrl-C, or the caller's own bar failed: the engine is whole
-                self.abort(self._open.request_ids())
+                self.abort([*self._open])
                 while core.has_work():
                     self._step()
             raise

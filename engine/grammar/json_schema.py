@@ -54,9 +54,11 @@ def prepared(schema: Any, field: str, name: str = "") -> dict[str, Any]:
             schema = _adjusted(schema)
         except ValueError as error:
             raise InvalidRequest(field, f"{place}{error}") from None
-    elif not isinstance(schema, bool):
+    elif schema is False:
+        raise InvalidRequest(field, f"{place}the schema 'false' accepts no answer at all")
+    elif schema is not True:
         raise InvalidRequest(field, f"{place}{type(schema).__name__} given; a JSON schema is an object, true or false")
-    found: dict[str, Any] = {"enum": []} if schema is False else {} if schema is True else schema
+    found: dict[str, Any] = {} if schema is True else schema
     return found
 
 

@@ -111,8 +111,7 @@ class ServerMetrics(ProcessMetrics):
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
         if answer.reuse is not None:
-            num_cached = sum(answer.reuse.cached.values())
-            self.computed[answer.reuse.reason] += answer.num_prompt_tokens - num_cached
+            self.computed[answer.reuse.reason] += answer.num_prompt_tokens - answer.reuse.num_cached_tokens
         ended_s = answer.metrics.finished_s if answer.is_finished else None
         self.whole.observe(time.monotonic() - answer.started_s if ended_s is None else ended_s)
         if answer.metrics.queued_s is not None:

@@ -42,7 +42,6 @@ class Tokenizer:
         self.chat_templates = chat_templates or {}  # "default", "tool_use" … → source
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.special_texts = {token.content: id_ for id_, token in added.items() if token.special}
         detokenizer = Detokenizer(backend, self.special_ids)
         self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 

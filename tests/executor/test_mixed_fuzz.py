@@ -25,7 +25,7 @@ import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import Choice, ChoiceState, Update, joined
+from penstock.engine.front.answer import Choice, Update, joined
 from penstock.engine.front.submit import submissions
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
@@ -167,7 +167,7 @@ class World:
             asked.outputs.append(output)
             self._updates[name].append(choice.push(output))
             is_enough = asked.abort_after is not None and len(asked.tokens) >= asked.abort_after
-            if (choice.state is ChoiceState.STOPPED or is_enough) and not asked.is_over:
+            if (not choice.is_running or is_enough) and not asked.is_over:
                 self._keep([self.core.abort(name)])
 
 

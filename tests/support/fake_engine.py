@@ -214,7 +214,6 @@ class FakeEngine:
             [token],
             finish_reason="stop" if is_stop else "length" if is_last else None,
             stop_token=token if is_stop else None,
-            num_cached_tokens=len(prompt) // 16 * 16 if first else None,
             reuse=Reuse({"device": len(prompt) // 16 * 16}, self.miss) if first else None,
             logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
             prompt_logprobs=None
