@@ -214,7 +214,7 @@ class Scheduler:
                 self.waiting.remove(request)
                 passed.append(request)
                 continue
-            claim = self.kv.claim(request, len(self.running), bool(plan.rows))
+            claim = self.kv.claim(request, len(self.running))
             if claim is Claim.NO_ROOM:
                 break
             self.waiting.remove(request)

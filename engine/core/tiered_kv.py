@@ -19,7 +19,6 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.kv import Kv
-from penstock.engine.core.page_keys import Prefix
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.request import Claim, Loading, Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
@@ -75,13 +74,13 @@ class TieredKv(Kv):
     def pools(self) -> dict[str, BlockPool]:
         return {"device": self._pool, "host": self.index.host}  # blocks of stores pass through the host
 
-    def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
+    def claim(self, request: Request, num_running: int) -> Claim:
         if not request.kv.was_looked_up:
             if self._are_pins_out and self.loading:  # other requests wait for reads, and no more may be pinned
                 return Claim.NO_ROOM
             if self._start_loading(request):
                 return Claim.LOADING
-        return super().claim(request, num_running, is_busy)
+        return super().claim(request, num_running)
 
     def _start_loading(self, request: Request) -> bool:
         """Start the reads that the request should wait for before it is admitted; return whether there are any.
@@ -219,15 +218,6 @@ class TieredKv(Kv):
     def place(self, key: bytes) -> int:
         return self._pool.find(key) or -self.index.host.find(key)
 
-    def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:
-        """Return the longest prefix in the pool, or in the pool and the host if copying is faster than computing."""
-        far, near = self.keys.find(request, self.place), super()._cached_prefix(request, is_busy)
-        num_gained = far.num_blocks - near.num_blocks
-        if num_gained == 0:
-            return near
-        num_host = sum(self.place(key) < 0 for keys in self.keys.needed(request, far.num_blocks) for key in keys)
-        return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
-
     def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:
         sources, tokens = self._pins.get(request, {}), Counter[str]()
         for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
@@ -245,7 +235,7 @@ class TieredKv(Kv):
     def _why_unread(self, key: bytes) -> MissReason | None:
         if self.index.ticket_of(key) is not None:
             return "tier_timeout"
-        return "tier_slow" if self.index.host.find(key) or self.index.store_of(key) is not None else None
+        return None if self.index.store_of(key) is None else "tier_slow"
 
     def _offer(self, key: bytes) -> None:
         self.index.offer(key)

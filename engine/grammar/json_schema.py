@@ -31,14 +31,11 @@ def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = msgspec.json.decode(value)
+        return msgspec.json.decode(value)
     except msgspec.DecodeError as error:
         raise InvalidRequest(field, f"not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest(field, "the JSON is nested too deeply") from None
-    if isinstance(found, (dict, list)):
-        check_depth(field, found)
-    return found
 
 
 def prepared(schema: Any, field: str, name: str = "") -> dict[str, Any]:

@@ -100,15 +100,13 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
     options, explains = request.stream_options, request.explain_cache
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
-    counts = [0] * len(call.answers)
     async with aclosing(_interleave(service, call.answers)) as arriving:
         async for place, updates in arriving:
-            events = []
+            events, answer = [], call.answers[place]
             for update in updates:
-                counts[place] += len(update.token_ids)
                 for chunk in reply.chunks(place, update):
                     if continuously:
-                        chunk["usage"] = usage([call.answers[place]], counts[place], explains)
+                        chunk["usage"] = usage([answer], answer.num_tokens, explains)
                     elif with_usage:
                         chunk["usage"] = None
                     events.append(_event(chunk))

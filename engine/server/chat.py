@@ -99,7 +99,6 @@ class ChatReply:
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
-        self._is_plain = plan.is_plain  # the common case, whose chunks need no parser
         self._begun: dict[int, Reading] = {}  # choice → its parser
 
     def whole(self, choices: list[list[Update]]) -> Json:
@@ -134,13 +133,10 @@ class ChatReply:
             self._begun[update.index] = self._plan.begin()
         reading = self._begun[update.index]
         reason = update.finish_reason
-        if self._is_plain:
-            deltas: list[Json] = [{"content": update.text}] if update.text else []
-        else:
-            deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
+        deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [{"content": ""} if self._is_plain else {}]
+            deltas = [{"content": ""} if self._plan.is_plain else {}]
         if not deltas:
             return []  # text is held back: part of a character, or of a possible stop string, call or mark
         choices: list[Json] = [
