@@ -38,7 +38,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     """Run one sequence. A request with n choices is n of these messages."""
 
     request_id: str
-    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len
+    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len; the front checks this
     sampling: Sampling
     max_tokens: int  # already limited to the context by the front
     priority: int = 0  # smaller runs first
@@ -48,10 +48,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     grammar: str | None = None  # the answer must match it; written by engine/grammar/source.py
     peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
-
-    def refused(self, error: str) -> "Output":
-        """Return the final output of this sequence, which cannot run."""
-        return Output(self.request_id, [], finish_reason="error", error=error)
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):

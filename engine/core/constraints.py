@@ -23,24 +23,22 @@ class Constraints:
         self._jobs: dict[Request, Job] = {}  # by the requests that wait for them, unless these have ended
         self._filler: MaskFiller | None = None  # created with the first constrained request
 
-    def submit(self, message: Submit) -> Output | None:
+    def submit(self, message: Submit) -> None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
-        assert message.grammar is not None
-        if self._compiler is None:
-            return message.refused("grammar: this engine has no tokenizer to constrain an answer with")
-        matcher = self._compiler.cached(message.grammar)
-        output = self._scheduler.submit(message, matcher)
-        if output is not None:
-            return output
-        request = self._scheduler.requests[message.request_id]
+        assert message.grammar is not None and self._compiler is not None
+        matcher = job = None
         try:
             if self._filler is None:
                 self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
+            matcher = self._compiler.cached(message.grammar)
             if matcher is None:
-                self._jobs[request] = self._compiler.start(message.grammar)
+                job = self._compiler.start(message.grammar)
         except RuntimeError as error:  # a limit on threads or memory, which requests without a grammar do not need
-            return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
-        return None
+            job = Job(message.grammar)
+            job.result.set_exception(error)
+        request = self._scheduler.submit(message, matcher)
+        if job is not None:
+            self._jobs[request] = job
 
     def warm(self) -> None:
         """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
@@ -67,7 +65,8 @@ class Constraints:
         if limit is not None:
             what, is_refusal = f"it {limit}", True
         elif (error := job.result.exception()) is None:
-            self._scheduler.release(request, job.result.result())
+            request.matcher = job.result.result()
+            self._scheduler.queue(request)
             return None
         else:
             is_refusal = isinstance(error, GrammarRefused)

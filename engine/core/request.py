@@ -171,6 +171,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def lacks_matcher(self) -> bool:
+        """True while the grammar is being compiled."""
+        return self.message.grammar is not None and self.matcher is None
+
+    @property
     def wants_more(self) -> bool:
         return self.num_ready - self.num_prompt < self.max_tokens or self.is_prompt_only
 

@@ -123,8 +123,9 @@ class Batch:
             with interrupts_between_steps() as check_interrupt:
                 while self._open:
                     # The queue is bounded: hand over as much as it takes, and the rest later.
-                    refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
-                    for output in [*filter(None, refused), *self._step()]:
+                    for message in islice(backlog, core.scheduler.num_free_places):
+                        core.submit(message)
+                    for output in self._step():
                         reached = self._open.deliver(output)
                         if reached is not None and progress is not None:
                             progress.note(reached, output)

@@ -136,7 +136,7 @@ class World:
         self._asked[name], self._updates[name] = asked, []
         stream = None if asked.message.pooling else self.tokenizer.stream(True, False)
         self._choices[name] = Choice(0, asked.params, stream)
-        self._keep([self.core.submit(asked.message)])
+        self.core.submit(asked.message)
 
     def abort(self, name: str) -> None:
         self._keep([self.core.abort(name)])

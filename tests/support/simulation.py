@@ -73,7 +73,7 @@ class Simulation(Recorder):
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self.keep(self.scheduler.submit(message))
+        self.scheduler.submit(message)
 
     def abort(self, request_id: str) -> None:
         self.keep(self.scheduler.abort(request_id))
