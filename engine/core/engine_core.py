@@ -24,7 +24,6 @@ from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, KeyedBlock, Output, Stats, Submit
 from penstock.executor.protocol import (
-    STEP_DEADLINE_S,
     AdapterError,
     AdapterInfo,
     Executor,
@@ -64,9 +63,7 @@ class EngineCore:
         self.pauses = PauseController(executor, self.scheduler, partial(self.step, plans=False))
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # number of references; 0: unloaded after its last request
-        # Read by the heartbeat thread; each is changed by one assignment.
-        self.step_started_s: float | None = None
-        self.step_deadline_s = STEP_DEADLINE_S
+        self.step_ends_s: float | None = None  # deadline of the running step; read by the heartbeat thread
         if executor.info.stores:
             self.step()  # an empty step, whose result reports the keys of earlier engines
 
@@ -109,9 +106,8 @@ class EngineCore:
         return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
-        """Record the start of this step (None: no step runs), because the previous one has ended."""
-        self.step_started_s = None if step is None else self._clock()
-        self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
+        """Record that this step (None: no step) runs from now on, because the previous one has ended."""
+        self.step_ends_s = None if step is None else self._clock() + step_deadline_s(_num_tokens(step))
 
     def step(self, plans: bool = True) -> list[Output]:
         """Keep the executor's pipeline full if `plans`, then apply the oldest result.
@@ -127,7 +123,7 @@ class EngineCore:
             step = scheduler.schedule()
             if step is None:
                 break
-            if self.step_started_s is None:
+            if self.step_ends_s is None:
                 self._runs(step)
             if len(scheduler.in_flight) > 1:
                 self.executor.submit(step)

@@ -249,9 +249,8 @@ def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
     job, overdue_s = duty.overdue()
     if overdue_s > 0:
         return Heartbeat(overdue_s, job)
-    started = core.step_started_s
-    age = 0.0 if started is None else time.monotonic() - started
-    return Heartbeat(max(age - core.step_deadline_s, 0.0))
+    ends_s = core.step_ends_s
+    return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0))
 
 
 if __name__ == "__main__":

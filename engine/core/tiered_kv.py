@@ -57,8 +57,7 @@ class TieredKv(Kv):
         self._waiters: dict[int, list[Request]] = {}  # ticket → the requests that wait for it
         self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
         self._num_pins = 0  # of all requests, with the reads that will become pins
-        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) still to be sent
-        self._restored: list[Request] = []  # requests whose last restores are in the step being planned
+        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) to be sent; empty after the last
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0  # when the step's planning began, and when the next probe is due
         self._is_new = bool(info.stores)  # the stores have not reported their keys yet
@@ -261,9 +260,9 @@ class TieredKv(Kv):
     def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
         """Choose pages of earlier steps to save. Requests whose reads have ended return to the queue, and the next ones
         leave it if reading is worthwhile."""
-        for request in self._restored:
+        for request in [request for request, pairs in self._restoring.items() if not pairs]:
+            del self._restoring[request]
             request.kv.is_restoring = False
-        self._restored.clear()
         self._now_s = self._clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
@@ -279,15 +278,9 @@ class TieredKv(Kv):
     def end_step(self, requests: Iterable[Request]) -> Transfers | None:
         super().end_step(requests)
         restores: list[tuple[int, int]] = []
-        for request, pairs in self._restoring.items():
+        for pairs in self._restoring.values():
             while pairs and len(restores) < self._restores_per_step:
                 restores.append(pairs.popleft())
-            if not pairs:
-                self._restored.append(request)
-            if len(restores) == self._restores_per_step:
-                break
-        for request in self._restored:
-            del self._restoring[request]
         self.counts["restores"] += len(restores)
         reads, writes = self.index.take_reads(), self.index.take_writes()
         must_forget, self._must_forget = self._must_forget, False
@@ -352,7 +345,7 @@ class TieredKv(Kv):
     @property
     def is_idle(self) -> bool:
         """True if nothing is in flight, waits for a step, or has to be polled."""
-        waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget
+        waits = self.loading or self._restoring or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
     @property

@@ -104,7 +104,6 @@ class AsyncEngine:
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
-        self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
@@ -165,7 +164,6 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the core at once; running requests end with an error."""
-        self._closing = True
         if self._ticking is not None:
             self._ticking.cancel()
         process, self._process = self._process, None
@@ -363,7 +361,7 @@ class AsyncEngine:
     async def _end(self, process: ChildProcess) -> None:
         how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to exit
         self._drain()
-        self._die("the engine is closed" if self._closing else f"the engine core {how}")
+        self._die("the engine is closed" if self._process is None else f"the engine core {how}")
         self._gone.set()
 
     def _die(self, reason: str) -> None:

@@ -279,7 +279,7 @@ class LLM:
         executor, tokenizer, compiler = self._open_executor(config.executor), self.tokenizer, None
         if tokenizer is not None:
             vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
+            compiler = Compiler(lambda: GrammarVocabulary(tokenizer, vocab_size))
         self._core = EngineCore(config, executor, compiler)
 
     def _running(self) -> EngineCore:

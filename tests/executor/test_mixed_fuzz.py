@@ -65,7 +65,7 @@ def folder(name: str) -> Path:
 @functools.cache
 def tools(family: str) -> tuple[Tokenizer, Compiler]:
     tokenizer = Tokenizer(FAMILIES[family](), eos_ids=frozenset({2}))
-    return tokenizer, Compiler(lambda: GrammarVocabulary.of(tokenizer, VOCAB_SIZE))
+    return tokenizer, Compiler(lambda: GrammarVocabulary(tokenizer, VOCAB_SIZE))
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class FakeEngine:
         self._open: dict[str, asyncio.Task[None]] = {}
         self._count = 0
         self.tokenizer = tokenizer or byte_tokenizer()
-        self.compiler = Compiler(lambda: GrammarVocabulary.of(self.tokenizer, info.vocab_size))
+        self.compiler = Compiler(lambda: GrammarVocabulary(self.tokenizer, info.vocab_size))
 
     @property
     def answers(self) -> Collection[Any]:

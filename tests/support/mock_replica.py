@@ -47,7 +47,6 @@ class MockEngine(AsyncEngine):
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        self._closing = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._die("the engine is closed")
