@@ -111,7 +111,6 @@ class AsyncEngine:
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] = lambda _outputs: None  # the server's metrics listen here
         self.on_cache_update: Callable[[CacheUpdate], None] = lambda _update: None  # after `watch_cache`
-        self.on_model: Callable[[ModelInfo], None] = lambda _info: None  # when its weights have changed
 
     async def start(self) -> None:
         """Wait until the core has loaded the model."""
@@ -341,10 +340,9 @@ class AsyncEngine:
 
     def _take_answer(self, message: Controlled) -> None:
         """Store the new state, even if the caller has left, and wake the caller."""
-        self.state, before = message.state, self.info
-        if self.state.fingerprint != before.fingerprint:
-            self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
-            self.on_model(self.info)
+        self.state = message.state
+        if self.state.fingerprint != self.info.fingerprint:
+            self.info = msgspec.structs.replace(self.info, fingerprint=self.state.fingerprint)
         waiting = self._asked.pop(message.number)
         if not waiting.done():
             waiting.set_result(message)
