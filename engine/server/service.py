@@ -130,7 +130,7 @@ class Service:
         self,
         call: Call,
         request: PromptRequest,
-        prompts: list[list[int]],
+        prompts: list[bytes],
         params: SamplingParams,
         **options: Any,
     ) -> None:
@@ -140,11 +140,11 @@ class Service:
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         outputs = params.structured_outputs
         options["grammar"] = None if outputs is None else grammar_source(outputs)
-        for ids in prompts:
+        for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
                 fitting = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-            call.answers.append(self.engine.generate(ids, fitting, **options))
+            call.answers.append(self.engine.generate(prompt, fitting, **options))
 
     def seen(self, answer: Answer, updates: list[Update]) -> list[Update]:
         """Count updates in the metrics before they are sent; raise HttpError if a choice has failed."""
