@@ -20,6 +20,7 @@ import jsonschema
 import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from pairs import main
+from tests.support.fake_engine import byte_tokenizer
 
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
@@ -33,8 +34,7 @@ MAX_WALK = 4000  # bytes; longer answers are not checked
 
 
 def vocabulary() -> GrammarVocabulary:
-    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
-    return GrammarVocabulary(tokens, [END], [END], lambda text: list(text.encode()))
+    return GrammarVocabulary(byte_tokenizer(), END + 1)
 
 
 class Schemas:

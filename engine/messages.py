@@ -38,7 +38,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     """Run one sequence. A request with n choices is n of these messages."""
 
     request_id: str
-    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len
+    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len; the front checks this
     sampling: Sampling
     max_tokens: int  # already limited to the context by the front
     priority: int = 0  # smaller runs first
@@ -48,10 +48,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     grammar: str | None = None  # the answer must match it; written by engine/grammar/source.py
     peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
-
-    def refused(self, error: str) -> "Output":
-        """Return the final output of this sequence, which cannot run."""
-        return Output(self.request_id, [], finish_reason="error", error=error)
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -101,6 +97,10 @@ class Reuse(msgspec.Struct, frozen=True, omit_defaults=True):
     evicted_from: str | None = None
     evicted_s_ago: float | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one sequence. The last output has a `finish_reason`; there is always exactly one."""
@@ -110,7 +110,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the stop token that ended the sequence
     error: str | None = None
-    num_cached_tokens: int | None = None  # with the first tokens
     reuse: Reuse | None = None  # with the first tokens
     logprobs: list[TokenLogprobs] | None = None  # one per token
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
@@ -121,6 +120,10 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     weights_version: int = 0  # version of the weights that computed `tokens`
     # For positions since the last output: first those of the prompt, then always the token before the new one.
     routed: list[RoutedExperts] = []
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        return None if self.reuse is None else self.reuse.num_cached_tokens
 
 
 class Stats(msgspec.Struct, array_like=True):

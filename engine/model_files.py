@@ -33,15 +33,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class ModelError(ValueError):
-    """The model cannot be used; the message names the path and says what to do."""
-
-
-class ModelNotFound(ModelError):
-    """There is no such model on this machine or on the hub."""
-
-
-class ModelRefused(ModelError):
-    """The files exist but cannot be loaded: they are code, pickle or broken data."""
+    """The model cannot be used: it does not exist, or is code, pickle or broken data. The message names the path and says
+    what to do."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -57,13 +50,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(model: str | None = None, *, revision: str | None = None, need_weights: bool = True) -> ModelFiles:
-    """Find the files of `model`; raise ModelNotFound or ModelRefused.
+    """Find the files of `model`; raise ModelError.
 
     Without `need_weights`, a folder with only the configuration and the tokenizer is sufficient.
     """
     is_hub_name = model is not None and _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf")
     if revision is not None and (not is_hub_name or Path(model or "").exists()):
-        raise ModelRefused(f"revision: {revision!r} given; only models of the hub have revisions")
+        raise ModelError(f"revision: {revision!r} given; only models of the hub have revisions")
     if model is None:
         return _default_model()
     path = Path(model).expanduser()
@@ -72,10 +65,10 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
     if path.is_dir():
         return _folder(path, path.resolve().name, need_weights)
     if path.exists():
-        raise ModelRefused(f"model: {model!r} is neither a folder nor a regular file")
+        raise ModelError(f"model: {model!r} is neither a folder nor a regular file")
     if is_hub_name:
         return _from_hub(model, revision, need_weights)
-    raise ModelNotFound(
+    raise ModelError(
         f"model: there is no folder or .gguf file {model!r}; give the path of one, or a hub name like 'org/name'"
     )
 
@@ -93,7 +86,7 @@ def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
 def check_size(what: str, path: Path, most: int) -> None:
     """Refuse a file that is too large, before it is read."""
     if path.stat().st_size > most:
-        raise ModelRefused(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
+        raise ModelError(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
 
 
 def read_template(what: str, path: Path) -> str:
@@ -102,7 +95,7 @@ def read_template(what: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ModelRefused(f"{what}: {path} is not UTF-8 text ({error})") from None
+        raise ModelError(f"{what}: {path} is not UTF-8 text ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,9 +106,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"model: {path} is not valid JSON ({error})") from None
+        raise ModelError(f"model: {path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
-        raise ModelRefused(f"model: {path} holds a {type(content).__name__}; a JSON object is expected")
+        raise ModelError(f"model: {path} holds a {type(content).__name__}; a JSON object is expected")
     return content
 
 
@@ -124,7 +117,7 @@ def _default_model() -> ModelFiles:
     folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
     found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
     if not found:
-        raise ModelNotFound(
+        raise ModelError(
             f"model: none was given and the default, {DEFAULT_NAME}, is not installed; "
             f"run `{DEFAULT_INSTALL}`, or name a folder, a .gguf file or a hub model"
         )
@@ -135,7 +128,7 @@ def _gguf_file(path: Path) -> ModelFiles:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise ModelRefused(f"model: the file {path} is not GGUF; give a folder with config.json, or a .gguf file")
+        raise ModelError(f"model: the file {path} is not GGUF; give a folder with config.json, or a .gguf file")
     return ModelFiles(path.stem, path, "gguf")
 
 
@@ -146,8 +139,8 @@ def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
             return msgspec.structs.replace(_gguf_file(gguf[0]), name=name)
         if gguf:
             listed = ", ".join(file.name for file in gguf[:8])
-            raise ModelNotFound(f"model: the folder {path} has {len(gguf)} .gguf files; name one of them: {listed}")
-        raise ModelNotFound(f"model: the folder {path} has neither a config.json nor a .gguf file")
+            raise ModelError(f"model: the folder {path} has {len(gguf)} .gguf files; name one of them: {listed}")
+        raise ModelError(f"model: the folder {path} has neither a config.json nor a .gguf file")
     config = read_json(path / "config.json")
     _refuse_code(config, str(path))
     if need_weights:
@@ -164,7 +157,7 @@ def _refuse_code(config: dict[str, Any], where: str) -> None:
     given = config.get("architectures") or ["no architecture"]
     architecture = str(given[0] if isinstance(given, list) else given)
     if config.get("auto_map") and not runs(architecture):
-        raise ModelRefused(
+        raise ModelError(
             f"model: {where} requires its own code (auto_map in config.json, for {architecture}); "
             "Penstock runs no code from a model, so choose a model of a built-in architecture (`penstock models`)"
         )
@@ -176,11 +169,11 @@ def _refuse_missing_weights(names: Iterable[str], where: str) -> None:
         return
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if pickled:
-        raise ModelRefused(
+        raise ModelError(
             f"model: {where} has its weights only as pickle ({pickled[0]}), which can run code when it is loaded; "
             "use a repository with *.safetensors, or convert the weights once with `save_pretrained`"
         )
-    raise ModelNotFound(f"model: {where} has no *.safetensors file")
+    raise ModelError(f"model: {where} has no *.safetensors file")
 
 
 def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:
@@ -196,13 +189,13 @@ def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles
         commit = config.parent.name
         folder = snapshot_download(name, revision=commit, allow_patterns=wanted, ignore_patterns=list(HUB_LEFT_OUT))
     except LocalEntryNotFoundError:
-        raise ModelNotFound(
+        raise ModelError(
             f"model: {name!r} is no local path, is not in the hub's cache, and the hub cannot be reached "
             "(HF_HUB_OFFLINE, or no network); download it where there is a network and give the folder's path"
         ) from None
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFound(
+        raise ModelError(
             f"model: {name!r} is no local path and the hub does not provide it ({reason}); "
             "check the name, and for a gated model accept its terms and set HF_TOKEN"
         ) from None

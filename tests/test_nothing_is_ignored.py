@@ -19,7 +19,7 @@ from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.front.submit import submissions
-from penstock.engine.model_files import ModelRefused, resolve_model
+from penstock.engine.model_files import ModelError, resolve_model
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema
@@ -223,7 +223,7 @@ def test_flags_that_nothing_reads_without_another_are_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="^model: 'a' and, as --model, 'b' given"):
         serve.run(parsed(serve, ["a", "--model", "b"]))
     for model in (None, str(tmp_path)):
-        with pytest.raises(ModelRefused, match="^revision: 'main' given"):
+        with pytest.raises(ModelError, match="^revision: 'main' given"):
             resolve_model(model, revision="main")
 
 

@@ -20,27 +20,25 @@ COMPILED_WAIT_S = 0.005  # how long an otherwise idle core waits for a grammar b
 class Constraints:
     def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler | None) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
-        self._jobs: dict[str, Job] = {}  # by the ids of the requests that wait for them
+        self._jobs: dict[Request, Job] = {}  # by the requests that wait for them, unless these have ended
         self._filler: MaskFiller | None = None  # created with the first constrained request
 
-    def submit(self, message: Submit) -> Output | None:
+    def submit(self, message: Submit) -> None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
-        assert message.grammar is not None
-        if self._compiler is None:
-            return message.refused("grammar: this engine has no tokenizer to constrain an answer with")
-        matcher = self._compiler.cached(message.grammar)
-        output = self._scheduler.submit(message, matcher)
-        if output is not None:
-            return output
+        assert message.grammar is not None and self._compiler is not None
+        matcher = job = None
         try:
             if self._filler is None:
                 self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
+            matcher = self._compiler.cached(message.grammar)
             if matcher is None:
-                self._jobs[message.request_id] = self._compiler.start(message.grammar)
+                job = self._compiler.start(message.grammar)
         except RuntimeError as error:  # a limit on threads or memory, which requests without a grammar do not need
-            request = self._scheduler.requests[message.request_id]
-            return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
-        return None
+            job = Job(message.grammar)
+            job.result.set_exception(error)
+        request = self._scheduler.submit(message, matcher)
+        if job is not None:
+            self._jobs[request] = job
 
     def warm(self) -> None:
         """Build the vocabulary in a thread before the first constrained request needs it. Further calls do nothing."""
@@ -50,15 +48,15 @@ class Constraints:
     def take_compiled(self) -> list[Output]:
         """Queue the requests whose grammars are compiled, and end those whose grammars failed or take too long."""
         outputs: list[Output] = []
-        for request_id, job in [*self._jobs.items()] if self._jobs else ():
-            request, limit = self._waiting(request_id, job), job.limit_passed()
-            if request is not None and limit is None and not job.result.done():
+        for request, job in [*self._jobs.items()] if self._jobs else ():
+            limit = job.limit_passed()
+            if not request.finished and limit is None and not job.result.done():
                 continue
-            del self._jobs[request_id]
-            if request is None or limit is not None:
+            del self._jobs[request]
+            if request.finished or limit is not None:
                 assert self._compiler is not None
                 self._compiler.give_up(job)
-            if request is not None and (output := self._take(request, job, limit)) is not None:
+            if not request.finished and (output := self._take(request, job, limit)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -67,7 +65,8 @@ class Constraints:
         if limit is not None:
             what, is_refusal = f"it {limit}", True
         elif (error := job.result.exception()) is None:
-            self._scheduler.release(request, job.result.result())
+            request.matcher = job.result.result()
+            self._scheduler.queue(request)
             return None
         else:
             is_refusal = isinstance(error, GrammarRefused)
@@ -78,12 +77,6 @@ class Constraints:
         """Wait briefly for the next grammar and queue its request, if no request can run without its grammar."""
         wait([job.result for job in self._jobs.values()], COMPILED_WAIT_S, FIRST_COMPLETED)
         return self.take_compiled()
-
-    def _waiting(self, request_id: str, job: Job) -> Request | None:
-        """Return the request that waits for this job, unless it has ended."""
-        request = self._scheduler.requests.get(request_id)
-        is_held = request is not None and request in self._scheduler.held and request.message.grammar == job.source
-        return request if is_held else None
 
     def begin_masks(self) -> None:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward

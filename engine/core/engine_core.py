@@ -24,7 +24,6 @@ from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, KeyedBlock, Output, Stats, Submit
 from penstock.executor.protocol import (
-    STEP_DEADLINE_S,
     AdapterError,
     AdapterInfo,
     Executor,
@@ -41,7 +40,7 @@ RESET_S = 1.0  # how long a reset waits for the stores; new requests wait as wel
 
 class EngineCore:
     """The scheduler and the executor. Every submitted request ends in exactly one output with a finish reason, from
-    `submit`, `abort` or `step`."""
+    `abort` or `step`."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class EngineCore:
         compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a `compiler`, requests with a grammar are refused."""
+        """Without a `compiler`, no request may have a grammar."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
         self.constraints = Constraints(self.scheduler, executor, compiler)
@@ -61,12 +60,10 @@ class EngineCore:
         self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
         self.last_step_tokens = 0  # tokens of the step that `step` collected
-        self.pauses = PauseController(executor, self.scheduler, partial(self.step, plans=False), self.begin)
+        self.pauses = PauseController(executor, self.scheduler, partial(self.step, plans=False))
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # number of references; 0: unloaded after its last request
-        # Read by the heartbeat thread; each is changed by one assignment.
-        self.step_started_s: float | None = None
-        self.step_deadline_s = STEP_DEADLINE_S
+        self.step_ends_s: float | None = None  # deadline of the running step; read by the heartbeat thread
         if executor.info.stores:
             self.step()  # an empty step, whose result reports the keys of earlier engines
 
@@ -90,33 +87,27 @@ class EngineCore:
     def _drop_adapters(self) -> None:
         left = {key for key, count in self._adapters.items() if not count}
         if left:
-            used = {request.message.adapter for request in self.scheduler.requests.values()}
-            left -= used | self.pauses.held_adapters
+            left -= {request.message.adapter for request in self.scheduler.requests.values()}
         for key in left:
             del self._adapters[key]
             self.executor.unload_adapter(key)
 
-    def submit(self, message: Submit) -> Output | None:
-        if message.adapter is not None and not self._adapters[message.adapter]:
-            return message.refused("adapter: it is not loaded")
-        return None if self.pauses.hold_back(message) else self.begin(message)
-
-    def begin(self, message: Submit) -> Output | None:
-        """Queue a request that `submit` accepted; its adapter may have been unloaded since."""
+    def submit(self, message: Submit) -> None:
+        assert message.adapter is None or self._adapters[message.adapter], "the adapter is not loaded"
         if message.grammar is None:
-            return self.scheduler.submit(message)
-        return self.constraints.submit(message)
+            self.scheduler.submit(message)
+        else:
+            self.constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
-        return self.pauses.abort(request_id) or self.scheduler.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return bool(self.scheduler.in_flight) if self.pauses.is_paused else self.scheduler.has_work()
 
     def _runs(self, step: Step | None) -> None:
-        """Record the start of this step (None: no step runs), because the previous one has ended."""
-        self.step_started_s = None if step is None else self._clock()
-        self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
+        """Record that this step (None: no step) runs from now on, because the previous one has ended."""
+        self.step_ends_s = None if step is None else self._clock() + step_deadline_s(_num_tokens(step))
 
     def step(self, plans: bool = True) -> list[Output]:
         """Keep the executor's pipeline full if `plans`, then apply the oldest result.
@@ -132,7 +123,7 @@ class EngineCore:
             step = scheduler.schedule()
             if step is None:
                 break
-            if self.step_started_s is None:
+            if self.step_ends_s is None:
                 self._runs(step)
             if len(scheduler.in_flight) > 1:
                 self.executor.submit(step)

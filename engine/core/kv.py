@@ -98,9 +98,6 @@ class Kv:
         """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
         return self._pool.find(key)
 
-    def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:  # noqa: ARG002  (tiers use it)
-        return self.keys.find(request, self._pool.find)
-
     def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:  # noqa: ARG002
         """Start copying pages from the host to the device: (host page, page) pairs by group. Return the number of tokens
         that come from each tier."""
@@ -115,7 +112,7 @@ class Kv:
 
     # -- what a request holds ------------------------------------------------------------------------------
 
-    def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
+    def claim(self, request: Request, num_running: int) -> Claim:
         """Allocate the cached prefix and all permanently needed blocks of a waiting request, or nothing.
 
         Window blocks and a state to write to are allocated with the first row: they must be free now, but are not
@@ -123,7 +120,7 @@ class Kv:
         new one at once.
         """
         kv, pool, num_tokens = request.kv, self._pool, len(request.tokens)
-        prefix = Prefix(0, 0, 0) if kv.skips_cache else self._cached_prefix(request, is_busy)
+        prefix = Prefix(0, 0, 0) if kv.skips_cache else self.keys.find(request, self.place)
         num = prefix.num_blocks
         found = [[self.place(key) for key in keys] for keys in self.keys.needed(request, num)]
         cached = [page for pages in found for page in pages if page > 0]

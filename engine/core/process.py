@@ -199,10 +199,10 @@ def _take(
     """Execute a message from the front; return the outputs of requests that it ends."""
     if isinstance(message, Submit):
         log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
-        return [core.submit(message)]
-    if isinstance(message, Abort):
+        core.submit(message)
+    elif isinstance(message, Abort):
         return [*map(core.abort, message.request_ids)]
-    if isinstance(message, WatchCache):
+    elif isinstance(message, WatchCache):
         core.cache_log.watch(message.is_on, message.with_blocks)
     elif isinstance(message, UnloadAdapter):
         core.unload_adapter(message.key)
@@ -230,7 +230,7 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
                 pausing.append(message.number)
                 return outputs
             case "resume":
-                outputs = pauses.resume()
+                pauses.resume()
             case "update_weights":
                 outputs = pauses.drain()
                 pauses.update_weights(message.path)
@@ -249,9 +249,8 @@ def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
     job, overdue_s = duty.overdue()
     if overdue_s > 0:
         return Heartbeat(overdue_s, job)
-    started = core.step_started_s
-    age = 0.0 if started is None else time.monotonic() - started
-    return Heartbeat(max(age - core.step_deadline_s, 0.0))
+    ends_s = core.step_ends_s
+    return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0))
 
 
 if __name__ == "__main__":

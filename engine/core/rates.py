@@ -57,14 +57,6 @@ class Rates:
         load_s = self._read_s(queued) + self.copies.seconds(sum(queued.values()) + num_host)
         return load_s + self.step_s < self._compute_s(num_gained)
 
-    def is_restore_faster(self, num_host: int, num_gained: int, is_busy: bool) -> bool:
-        """Tell whether copying blocks from the host is faster than computing them. While other requests run, it takes
-        one more step."""
-        if self.copies.per_s is None or self.prefill.per_s is None:
-            return True
-        restore_s = self.copies.seconds(num_host) + (self.step_s if is_busy else 0.0)
-        return restore_s < self._compute_s(num_gained)
-
     def patience_s(self, queued: Mapping[str, int], num_gained: int) -> float:
         """Return the time limit for reads that have just been queued."""
         if self._is_new(queued):

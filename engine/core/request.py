@@ -115,7 +115,6 @@ class Request:
     kv: RequestKv
     matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
-    priority: int = field(init=False)  # the message's; preemption compares the priorities of running requests
     num_prompt: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     may_jump: bool = field(init=False)
@@ -142,7 +141,6 @@ class Request:
 
     def __post_init__(self) -> None:
         sampling = self.message.sampling
-        self.priority = self.message.priority
         self.num_prompt = len(self.tokens)
         self.stop_ids = frozenset(sampling.stop_ids)
         # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
@@ -169,6 +167,11 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def lacks_matcher(self) -> bool:
+        """True while the grammar is being compiled."""
+        return self.message.grammar is not None and self.matcher is None
 
     @property
     def wants_more(self) -> bool:
@@ -238,7 +241,6 @@ class Request:
             finish_reason,
             stop_token,
             error,
-            sum(reuse.cached.values()) if reuse is not None else None,
             reuse,
             logprobs,
             self.prompt_logprobs or None if is_first else None,
@@ -288,9 +290,9 @@ def cheapest_to_preempt(running: Collection[Request]) -> Request:
     """Return the running request that is cheapest to preempt: of the lowest priority, with the fewest positions to
     recompute, which count once more for each earlier preemption. The oldest request is spared if there is another, so
     that at least one request finishes."""
-    senior = min(running, key=lambda r: (r.priority, r.sequence))
+    senior = min(running, key=lambda r: (r.message.priority, r.sequence))
     others = [r for r in running if r is not senior] or [senior]
-    return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
+    return min(others, key=lambda r: (-r.message.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
 
 class WaitingQueue:
@@ -313,7 +315,7 @@ class WaitingQueue:
         return (request for _, request in self._by_arrival)
 
     def add(self, request: Request) -> None:
-        insort(self._by_priority, (request.priority, request.sequence, request))
+        insort(self._by_priority, (request.message.priority, request.sequence, request))
         insort(self._by_arrival, (request.sequence, request))
 
     def first(self, now_s: float) -> Request | None:
@@ -328,5 +330,5 @@ class WaitingQueue:
         return [request for _, _, request in self._by_priority[:count]]
 
     def remove(self, request: Request) -> None:
-        del self._by_priority[bisect_left(self._by_priority, (request.priority, request.sequence))]
+        del self._by_priority[bisect_left(self._by_priority, (request.message.priority, request.sequence))]
         del self._by_arrival[bisect_left(self._by_arrival, (request.sequence,))]

@@ -21,6 +21,7 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
 from penstock.engine.core.kv import Kv
+from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
 from penstock.engine.core.tiered_kv import TieredKv
 from penstock.engine.grammar.matcher import Matcher
@@ -57,7 +58,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that have not ended, by id
         self.running: dict[Request, None] = {}  # in order of admission
         self.waiting = WaitingQueue(config.patience_s)
-        self.held: dict[Request, None] = {}  # requests whose grammars are being compiled
+        self.held: dict[Request, None] = {}  # requests whose grammars are being compiled, or that `hold_new` holds
+        self.first_held = NEVER  # sequence of the first request that `hold_new` holds
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
@@ -72,17 +74,12 @@ class Scheduler:
         self._num_submitted = 0
         self._weights_version = 0
 
-    def submit(self, message: Submit, matcher: Matcher | None = None) -> Output | None:
-        """Queue a sequence; return its final output if it is refused. A sequence with a grammar but no matcher is held
-        until `release` or `end`: it counts as waiting, keeps its position in the queue and can be aborted."""
-        if message.request_id in self.requests:
-            return message.refused("request_id: a request with this id is running")
-        if self.num_free_places == 0:
-            return message.refused(f"the queue is full ({len(self.requests)} sequences are in flight)")
+    def submit(self, message: Submit, matcher: Matcher | None = None) -> Request:
+        """Queue or hold a sequence, which the front has checked. A held one counts as waiting, keeps its position in the
+        queue and can be aborted."""
         tokens, most = array("i", message.tokens), self.info.max_model_len
-        most_given = most - (message.pooling is None and message.max_tokens > 0)
-        if not 0 < len(tokens) <= most_given:
-            return message.refused(f"prompt: {len(tokens)} tokens; 1 to {most_given} can run")
+        assert message.request_id not in self.requests and self.num_free_places > 0
+        assert 0 < len(tokens) <= most - (message.pooling is None and message.max_tokens > 0)
         # Logits and hidden states are not cached, so the whole prompt has to be computed.
         sampling = message.sampling
         needs_all = sampling.prompt_logprobs is not None or sampling.returns_experts or message.pooling == "mean"
@@ -102,21 +99,26 @@ class Scheduler:
             self.kv.wake()
         self._num_submitted += 1
         self.requests[message.request_id] = request
-        if message.grammar is not None and matcher is None:
+        self.queue(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request, or hold it: until its grammar is compiled, or as long as `hold_new` holds it."""
+        if request.lacks_matcher or request.sequence >= self.first_held:
             self.held[request] = None
         else:
+            self.held.pop(request, None)
             self.waiting.add(request)
-        return None
 
     def _root(self, message: Submit) -> bytes:
         """Return the root of a request's block keys: blocks with other weights, adapters or salts never match."""
         return namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
 
-    def release(self, request: Request, matcher: Matcher) -> None:
-        """Queue a held request after its grammar has been compiled."""
-        del self.held[request]
-        request.matcher = matcher
-        self.waiting.add(request)
+    def hold_new(self, is_on: bool) -> None:
+        """Hold the requests that come from now on, or queue those that were held for this reason."""
+        self.first_held = self._num_submitted if is_on else NEVER
+        for request in [*self.held]:
+            self.queue(request)
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None, is_refusal: bool = False) -> Output:
         """End a request in any state. `is_refusal`: the request itself is invalid."""
@@ -148,7 +150,8 @@ class Scheduler:
                 self._plan_row(request, plan)
         for request in plan.rows:
             kv.register(request)
-        admissions = self._admit(plan) if self.waiting and not plan.has_preempted else []
+        may_admit = self.waiting and not plan.has_preempted and not kv.is_stale
+        admissions = self._admit(plan) if may_admit else []
         # Running requests take a block each before long, and waiting ones take all there are.
         spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
         draft_rows, sent = self._drafter.extend(plan.rows, plan.budget, spare)
@@ -196,8 +199,6 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> list[Admission]:
         """Admit waiting requests in order, as long as their whole prompts fit; plan their first rows."""
         admissions: list[Admission] = []
-        if self.kv.is_stale:
-            return admissions
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
         passed: list[Request] = []  # the adapters of other requests hold all the places
@@ -214,7 +215,7 @@ class Scheduler:
                 self.waiting.remove(request)
                 passed.append(request)
                 continue
-            claim = self.kv.claim(request, len(self.running), bool(plan.rows))
+            claim = self.kv.claim(request, len(self.running))
             if claim is Claim.NO_ROOM:
                 break
             self.waiting.remove(request)
@@ -388,7 +389,7 @@ class Scheduler:
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
         self.kv.check(self.running, [plan.step.transfers for plan in self.in_flight])
         for request in self.held:
-            assert request.message.grammar is not None and request.matcher is None and not request.num_outputs
+            assert (request.lacks_matcher or request.sequence >= self.first_held) and not request.num_outputs
         for request in (*self.waiting, *self.held):
             assert request.slot == -1 and not request.kv.blocks and request.num_scheduled == 0
         pending: dict[Request, int] = {}

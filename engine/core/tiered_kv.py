@@ -19,7 +19,6 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.kv import Kv
-from penstock.engine.core.page_keys import Prefix
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.request import Claim, Loading, Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
@@ -58,8 +57,7 @@ class TieredKv(Kv):
         self._waiters: dict[int, list[Request]] = {}  # ticket → the requests that wait for it
         self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
         self._num_pins = 0  # of all requests, with the reads that will become pins
-        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) still to be sent
-        self._restored: list[Request] = []  # requests whose last restores are in the step being planned
+        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) to be sent; empty after the last
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0  # when the step's planning began, and when the next probe is due
         self._is_new = bool(info.stores)  # the stores have not reported their keys yet
@@ -75,13 +73,13 @@ class TieredKv(Kv):
     def pools(self) -> dict[str, BlockPool]:
         return {"device": self._pool, "host": self.index.host}  # blocks of stores pass through the host
 
-    def claim(self, request: Request, num_running: int, is_busy: bool) -> Claim:
+    def claim(self, request: Request, num_running: int) -> Claim:
         if not request.kv.was_looked_up:
             if self._are_pins_out and self.loading:  # other requests wait for reads, and no more may be pinned
                 return Claim.NO_ROOM
             if self._start_loading(request):
                 return Claim.LOADING
-        return super().claim(request, num_running, is_busy)
+        return super().claim(request, num_running)
 
     def _start_loading(self, request: Request) -> bool:
         """Start the reads that the request should wait for before it is admitted; return whether there are any.
@@ -219,15 +217,6 @@ class TieredKv(Kv):
     def place(self, key: bytes) -> int:
         return self._pool.find(key) or -self.index.host.find(key)
 
-    def _cached_prefix(self, request: Request, is_busy: bool) -> Prefix:
-        """Return the longest prefix in the pool, or in the pool and the host if copying is faster than computing."""
-        far, near = self.keys.find(request, self.place), super()._cached_prefix(request, is_busy)
-        num_gained = far.num_blocks - near.num_blocks
-        if num_gained == 0:
-            return near
-        num_host = sum(self.place(key) < 0 for keys in self.keys.needed(request, far.num_blocks) for key in keys)
-        return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
-
     def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:
         sources, tokens = self._pins.get(request, {}), Counter[str]()
         for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
@@ -245,7 +234,7 @@ class TieredKv(Kv):
     def _why_unread(self, key: bytes) -> MissReason | None:
         if self.index.ticket_of(key) is not None:
             return "tier_timeout"
-        return "tier_slow" if self.index.host.find(key) or self.index.store_of(key) is not None else None
+        return None if self.index.store_of(key) is None else "tier_slow"
 
     def _offer(self, key: bytes) -> None:
         self.index.offer(key)
@@ -271,9 +260,9 @@ class TieredKv(Kv):
     def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
         """Choose pages of earlier steps to save. Requests whose reads have ended return to the queue, and the next ones
         leave it if reading is worthwhile."""
-        for request in self._restored:
+        for request in [request for request, pairs in self._restoring.items() if not pairs]:
+            del self._restoring[request]
             request.kv.is_restoring = False
-        self._restored.clear()
         self._now_s = self._clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
@@ -289,15 +278,9 @@ class TieredKv(Kv):
     def end_step(self, requests: Iterable[Request]) -> Transfers | None:
         super().end_step(requests)
         restores: list[tuple[int, int]] = []
-        for request, pairs in self._restoring.items():
+        for pairs in self._restoring.values():
             while pairs and len(restores) < self._restores_per_step:
                 restores.append(pairs.popleft())
-            if not pairs:
-                self._restored.append(request)
-            if len(restores) == self._restores_per_step:
-                break
-        for request in self._restored:
-            del self._restoring[request]
         self.counts["restores"] += len(restores)
         reads, writes = self.index.take_reads(), self.index.take_writes()
         must_forget, self._must_forget = self._must_forget, False
@@ -362,7 +345,7 @@ class TieredKv(Kv):
     @property
     def is_idle(self) -> bool:
         """True if nothing is in flight, waits for a step, or has to be polled."""
-        waits = self.loading or self._restoring or self._restored or self._is_new or self._must_forget
+        waits = self.loading or self._restoring or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
     @property

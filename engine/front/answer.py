@@ -5,10 +5,9 @@ first stop string. The server awaits an answer's updates as they arrive; the off
 """
 
 import asyncio
-import enum
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -28,8 +27,6 @@ class Update(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
-    error: str | None = None
-    is_refusal: bool = False  # with an error: the request itself is invalid
     versions: list[int] = []  # weights version of each token; []: the initial weights
     routed: list[RoutedExperts] = []  # as in `Output`
 
@@ -64,18 +61,12 @@ class RequestMetrics(msgspec.Struct):
     num_preemptions: int = 0
 
 
-class ChoiceState(enum.Enum):
-    RUNNING = enum.auto()  # the core samples its tokens
-    STOPPED = enum.auto()  # its text ended at a stop string; the core has yet to confirm the abort
-    ENDED = enum.auto()  # the core's last output has arrived
-
-
 class Choice:
     """One sequence of a request. Without a `stream` its updates have no text."""
 
     def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
         self.index = index
-        self.state = ChoiceState.RUNNING
+        self.is_running = True
         self._stream = stream
         self._min_tokens = params.min_tokens
         self._user_stop_ids = frozenset(params.stop_token_ids or ())
@@ -84,17 +75,11 @@ class Choice:
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._num_tokens = 0
 
-    @property
-    def is_running(self) -> bool:
-        return self.state is ChoiceState.RUNNING
-
     def push(self, output: Output) -> Update:
         """Return the update for this output; an empty one after the end, since the core samples until it is told of the
         end."""
         update = Update(self.index)
         if not self.is_running:
-            if output.finish_reason is not None:
-                self.state = ChoiceState.ENDED
             return update
         num_taken = len(output.tokens)
         if self._stream is not None:
@@ -107,12 +92,10 @@ class Choice:
             update.versions = [output.weights_version] * num_taken
         if self._stops is not None and self._stops.found is not None:
             update.finish_reason, update.stop_reason = "stop", self._stops.found
-            self.state = ChoiceState.STOPPED if output.finish_reason is None else ChoiceState.ENDED
         elif output.finish_reason is not None:
-            self.state = ChoiceState.ENDED
-            update.finish_reason, update.error = output.finish_reason, output.error
-            update.is_refusal = output.is_refusal
+            update.finish_reason = output.finish_reason
             update.stop_reason = output.stop_token if output.stop_token in self._user_stop_ids else None
+        self.is_running = update.finish_reason is None
         return update
 
     def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
@@ -149,7 +132,6 @@ class Answer:
         """`abort` ends sequences in the core, given the ids of their messages, one for every choice."""
         self.messages = messages
         self.choices = choices
-        self.num_cached_tokens: int | None = None
         self.reuse: Reuse | None = None
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.embedding: bytes | None = None
@@ -162,7 +144,6 @@ class Answer:
         self.finish_reasons: list[FinishReason] = []  # of ended choices, in the order in which they ended
         self.read_s: float | None = None  # arrival of the newest of these tokens, since the start; set by the reader
         self._abort = abort
-        self._num_running = len(choices)
         self._unread: dict[int, list[Update]] = {}
         self._arrived = asyncio.Event()
 
@@ -179,21 +160,22 @@ class Answer:
         return len(self.messages[0].tokens) // 4
 
     @property
+    def num_cached_tokens(self) -> int | None:
+        return None if self.reuse is None else self.reuse.num_cached_tokens
+
+    @property
     def is_finished(self) -> bool:
         """True if no choice will have more text, even if the core has not confirmed it yet."""
-        return self._num_running == 0
+        return not any(choice.is_running for choice in self.choices)
 
     def take(self, index: int, output: Output) -> None:
         """Process an output of one choice."""
-        choice = self.choices[index]
-        update = choice.push(output)
+        update = self.choices[index].push(output)
         if not (update.token_ids or update.text or update.finish_reason):
             return
-        if output.num_cached_tokens is not None:
-            # Not those of other choices, which hit the blocks that the first choice has just computed.
-            known, found = self.num_cached_tokens, output.num_cached_tokens
-            self.num_cached_tokens = found if known is None else min(known, found)
-            self.reuse = output.reuse if known is None or found < known else self.reuse
+        known, found = self.num_cached_tokens, output.num_cached_tokens
+        if found is not None and (known is None or found < known):
+            self.reuse = output.reuse  # not that of other choices, which hit blocks that the first has just computed
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         if self.error is None:
@@ -206,11 +188,10 @@ class Answer:
             metrics.first_token_s = now_s
         update.arrived_s = now_s
         if update.finish_reason is not None:
-            self._num_running -= 1
             metrics.finished_s = now_s
         self._unread.setdefault(index, []).append(update)
         self._arrived.set()
-        if choice.state is ChoiceState.STOPPED:
+        if update.finish_reason is not None and output.finish_reason is None:  # it ended at a stop string
             self._abort([output.request_id])
 
     def updates(self) -> list[Update]:
@@ -246,7 +227,7 @@ class Answer:
         """Assert every invariant."""
         num_running = sum(choice.is_running for choice in self.choices)
         num_choices = len(self.choices)
-        assert self._num_running == num_running and len(self.messages) == num_choices
+        assert len(self.messages) == num_choices
         assert (self.metrics.finished_s is None) == (num_running == num_choices)
         num_unread_ends = 0
         for index, updates in self._unread.items():
@@ -272,6 +253,10 @@ class OpenAnswers:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._places
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the request ids of the sequences."""
+        return iter(self._places)
+
     def add(self, answer: Answer) -> None:
         self._places |= {message.request_id: (answer, index) for index, message in enumerate(answer.messages)}
 
@@ -285,14 +270,9 @@ class OpenAnswers:
         answer.take(index, output)
         return answer
 
-    def request_ids(self) -> list[str]:
-        return list(self._places)
-
     def check(self) -> None:
-        """Assert the invariants of every answer, and that exactly the sequences without a last output are listed."""
-        for answer, index in self._places.values():
-            answer.check()
-            assert answer.choices[index].state is not ChoiceState.ENDED
+        """Assert the invariants of every answer, and that its running sequences are listed."""
         for answer in {answer for answer, _ in self._places.values()}:
+            answer.check()
             for message, choice in zip(answer.messages, answer.choices, strict=True):
-                assert (message.request_id in self._places) == (choice.state is not ChoiceState.ENDED)
+                assert message.request_id in self._places or not choice.is_running

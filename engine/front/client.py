@@ -104,7 +104,6 @@ class AsyncEngine:
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
-        self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
@@ -112,7 +111,6 @@ class AsyncEngine:
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] = lambda _outputs: None  # the server's metrics listen here
         self.on_cache_update: Callable[[CacheUpdate], None] = lambda _update: None  # after `watch_cache`
-        self.on_model: Callable[[ModelInfo], None] = lambda _info: None  # when its weights have changed
 
     async def start(self) -> None:
         """Wait until the core has loaded the model."""
@@ -165,7 +163,6 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the core at once; running requests end with an error."""
-        self._closing = True
         if self._ticking is not None:
             self._ticking.cancel()
         process, self._process = self._process, None
@@ -343,10 +340,9 @@ class AsyncEngine:
 
     def _take_answer(self, message: Controlled) -> None:
         """Store the new state, even if the caller has left, and wake the caller."""
-        self.state, before = message.state, self.info
-        if self.state.fingerprint != before.fingerprint:
-            self.info = msgspec.structs.replace(before, fingerprint=self.state.fingerprint)
-            self.on_model(self.info)
+        self.state = message.state
+        if self.state.fingerprint != self.info.fingerprint:
+            self.info = msgspec.structs.replace(self.info, fingerprint=self.state.fingerprint)
         waiting = self._asked.pop(message.number)
         if not waiting.done():
             waiting.set_result(message)
@@ -363,7 +359,7 @@ class AsyncEngine:
     async def _end(self, process: ChildProcess) -> None:
         how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to exit
         self._drain()
-        self._die("the engine is closed" if self._closing else f"the engine core {how}")
+        self._die("the engine is closed" if self._process is None else f"the engine core {how}")
         self._gone.set()
 
     def _die(self, reason: str) -> None:
@@ -376,7 +372,7 @@ class AsyncEngine:
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
-        for request_id in self.answers.request_ids():
+        for request_id in [*self.answers]:
             self.answers.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:

@@ -259,10 +259,7 @@ class LLM:
         if wrong := [tag for tag in tags if tag not in ("weights", "kv_cache")]:
             raise InvalidRequest("tags", f"{wrong[0]!r} given; 'weights' and 'kv_cache' are expected")
         with self._turn:
-            pauses = self._running().pauses
-            pauses.wake(tags)
-            if not pauses.asleep:
-                pauses.resume()
+            self._running().pauses.wake(tags)
 
     def shutdown(self) -> None:
         """Free the model and its memory; the object cannot be used afterwards."""
@@ -282,7 +279,7 @@ class LLM:
         executor, tokenizer, compiler = self._open_executor(config.executor), self.tokenizer, None
         if tokenizer is not None:
             vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
+            compiler = Compiler(lambda: GrammarVocabulary(tokenizer, vocab_size))
         self._core = EngineCore(config, executor, compiler)
 
     def _running(self) -> EngineCore:

@@ -123,15 +123,16 @@ class Batch:
             with interrupts_between_steps() as check_interrupt:
                 while self._open:
                     # The queue is bounded: hand over as much as it takes, and the rest later.
-                    refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
-                    for output in [*filter(None, refused), *self._step()]:
+                    for message in islice(backlog, core.scheduler.num_free_places):
+                        core.submit(message)
+                    for output in self._step():
                         reached = self._open.deliver(output)
                         if reached is not None and progress is not None:
                             progress.note(reached, output)
                     check_interrupt()
         except BaseException:
             if not self.is_broken:  # Ctrl-C, or the caller's own bar failed: the engine is whole
-                self.abort(self._open.request_ids())
+                self.abort([*self._open])
                 while core.has_work():
                     self._step()
             raise

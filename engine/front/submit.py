@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
@@ -12,7 +11,6 @@ from penstock.cache.tiers.base import peer_name
 from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
@@ -146,8 +144,10 @@ def begin_answer(
     if sampling is None:
         sampling = params.sampling(() if tokenizer is None else tokenizer.eos_ids)
     messages = submissions(request_id, prompt, params, info, sampling, kv_transfer, **fields)
-    stream: Callable[[], TextStream] | None = None
-    if tokenizer is not None and params.detokenize:
-        stream = partial(tokenizer.stream, params.skip_special_tokens, is_continuation, shown_ids)
-    choices = [Choice(index, params, None if stream is None else stream()) for index in range(params.n)]
+    choices = []
+    for index in range(params.n):
+        stream = None
+        if tokenizer is not None and params.detokenize:
+            stream = tokenizer.stream(params.skip_special_tokens, is_continuation, shown_ids)
+        choices.append(Choice(index, params, stream))
     return Answer(messages, choices, abort)

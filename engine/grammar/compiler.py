@@ -66,7 +66,6 @@ class Compiler:
         self._vocabulary: GrammarVocabulary | None = None
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, Matcher] = OrderedDict()  # in initial state; each use copies it
-        self._kept_chars = 0
         self._lock = threading.Lock()  # guards the cached grammars and the abandoned jobs
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
@@ -79,7 +78,7 @@ class Compiler:
             if kept is None:
                 return None
             if kept.is_worn_after(RECYCLE_TOKENS):
-                self._drop(source)
+                del self._kept[source]
                 return None
             self._kept.move_to_end(source)
             return kept.copy()
@@ -116,8 +115,7 @@ class Compiler:
 
     def check(self) -> None:
         with self._lock:
-            assert self._kept_chars == sum(map(len, self._kept))
-            assert len(self._kept) <= MAX_KEPT and (self._kept_chars <= MAX_KEPT_CHARS or len(self._kept) == 1)
+            assert not self._kept or self._fits()
 
     def _spawn(self) -> None:
         before = threading.stack_size(STACK_BYTES)
@@ -166,13 +164,10 @@ class Compiler:
         matcher = Matcher(backend, vocabulary, Lexer(compile, time.monotonic() - began_s))
         fresh = matcher.copy()
         with self._lock:
-            if source not in self._kept:
-                self._kept[source] = matcher
-                self._kept_chars += len(source)
-            while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
-                self._drop(next(iter(self._kept)))
+            self._kept.setdefault(source, matcher)
+            while not self._fits():
+                self._kept.popitem(last=False)
         return fresh
 
-    def _drop(self, source: str) -> None:
-        del self._kept[source]
-        self._kept_chars -= len(source)
+    def _fits(self) -> bool:
+        return len(self._kept) == 1 or (len(self._kept) <= MAX_KEPT and sum(map(len, self._kept)) <= MAX_KEPT_CHARS)

@@ -26,37 +26,31 @@ _SPACE = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f
 _TRANSLATED = {".": r"[^\n\r\x{2028}\x{2029}]", r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
 
-def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
-    """Return the value, decoded from JSON if it is a string."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = msgspec.json.decode(value)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(field, f"not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest(field, "the JSON is nested too deeply") from None
-    if isinstance(found, (dict, list)):
-        check_depth(field, found)
-    return found
-
-
 def prepared(schema: Any, field: str, name: str = "") -> dict[str, Any]:
-    """Return the schema adjusted for llguidance; raise InvalidRequest naming `field`.
+    """Return the schema, which may be JSON text, adjusted for llguidance; raise InvalidRequest naming `field`.
 
     The schema is not compiled here: only the threads of `Compiler` have a stack large enough for a hostile one. `name`
     is the owner of the schema, for error messages.
     """
     place = f"{name}: " if name else ""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(field, f"not valid JSON: {error}") from None
+        except RecursionError:
+            raise InvalidRequest(field, "the JSON is nested too deeply") from None
     if isinstance(schema, dict):
         check_depth(field, schema)
         try:
             schema = _adjusted(schema)
         except ValueError as error:
             raise InvalidRequest(field, f"{place}{error}") from None
-    elif not isinstance(schema, bool):
+    elif schema is False:
+        raise InvalidRequest(field, f"{place}the schema 'false' accepts no answer at all")
+    elif schema is not True:
         raise InvalidRequest(field, f"{place}{type(schema).__name__} given; a JSON schema is an object, true or false")
-    found: dict[str, Any] = {"enum": []} if schema is False else {} if schema is True else schema
+    found: dict[str, Any] = {} if schema is True else schema
     return found
 
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, parsed, prepared
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, prepared
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -81,7 +81,7 @@ class Rules:
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
             field = "structured_outputs.json"
-            schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
+            schema = {"type": "object"} if kind == "json_object" else value
             body = lark_json(prepared(schema, field), coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = f"/{slashed(value)}/"

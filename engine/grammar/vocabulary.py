@@ -4,8 +4,8 @@ The bytes come from our own detokenizer, so the grammar accepts exactly the text
 takes a few hundred milliseconds for a large vocabulary; the `Compiler` does it in its thread, on first use.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from tokenizers import Tokenizer as Backend
 
@@ -18,41 +18,29 @@ NO_END = b"<no end>"  # name of an additional id beyond the vocabulary, for a mo
 
 
 class GrammarVocabulary:
-    def __init__(
-        self,
-        tokens: Sequence[bytes],
-        special_ids: Iterable[int],
-        eos_ids: Iterable[int],
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        """Build the vocabulary. `tokens` holds the bytes of each id: its text, a special token's name, or nothing."""
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """Describe a tokenizer for `size` logits, which may differ from the number of its ids."""
         from llguidance import LLTokenizer
 
-        self.size = len(tokens)
-        self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.size)
-        special, ends, tokens = {*special_ids, *self.eos_ids}, sorted(self.eos_ids), list(tokens)
-        if not ends:  # llguidance needs an end token: add an id that no model samples
-            ends = [self.size]
-            special.add(self.size)
-            tokens.append(NO_END)
-        self.num_words = -(-len(tokens) // 32)  # number of 32-bit words in one row of a mask
-        self.backend = LLTokenizer(_Wrapper(tokens, sorted(special), ends[0], encode), len(tokens), ends)  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, size: int) -> "GrammarVocabulary":
-        """Build the vocabulary of a tokenizer for `size` logits, which may differ from the number of its ids."""
-        num_known = min(size, tokenizer.vocab_size)
-        special = [token_id for token_id in tokenizer.special_ids if token_id < num_known]
-        tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)]
+        self.size = size
+        self.eos_ids = frozenset(token_id for token_id in tokenizer.eos_ids if token_id < size)
+        num_known, ends = min(size, tokenizer.vocab_size), sorted(self.eos_ids)
+        special = {token_id for token_id in tokenizer.special_ids if token_id < num_known}
+        # The bytes of each id: its text, a special token's name, or nothing.
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)] + [b""] * (size - num_known)
         for token_id in special:
             tokens[token_id] = (tokenizer.backend.id_to_token(token_id) or "").encode()
-        tokens += [b""] * (size - num_known)
-        return cls(tokens, special, tokenizer.eos_ids, ExactEncoder(tokenizer.backend, tokens, special))
+        if not ends:  # llguidance needs an end token: add an id that no model samples
+            ends = [size]
+            tokens.append(NO_END)
+        self.num_words = -(-len(tokens) // 32)  # number of 32-bit words in one row of a mask
+        encoder = ExactEncoder(tokenizer.backend, tokens, special | {*ends}, ends[0])
+        self.backend = LLTokenizer(encoder, len(tokens), ends)  # type: ignore[arg-type]
 
 
 def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> GrammarVocabulary:
     """Load the vocabulary of the executor's model, for a process that has no tokenizer loaded."""
-    return GrammarVocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
+    return GrammarVocabulary(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
 
 
 class ExactEncoder:
@@ -63,14 +51,18 @@ class ExactEncoder:
     """
 
     MARK = "\n"  # prepended to a text, so that the tokenizer adds its space before the mark instead
+    bos_token_id = None
+    is_tokenizer_wrapper = True
 
-    def __init__(self, backend: Backend, tokens: Sequence[bytes], special_ids: Iterable[int]) -> None:
-        self._tokens = tokens
+    def __init__(
+        self, backend: Backend, tokens: Sequence[bytes], special_ids: AbstractSet[int], eos_token_id: int
+    ) -> None:
+        # LLTokenizer reads these attributes:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, sorted(special_ids), eos_token_id
         # Forced text that looks like a special token is still text; encoded as the token it could end the answer early.
         self._backend = _another(backend)
         self._backend.encode_special_tokens = True
-        special = set(special_ids)
-        self._by_bytes = {piece: index for index, piece in enumerate(tokens) if piece and index not in special}
+        self._by_bytes = {piece: index for index, piece in enumerate(tokens) if piece and index not in special_ids}
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def __call__(self, text: str) -> list[int]:
@@ -88,7 +80,7 @@ class ExactEncoder:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self._tokens[token_id] if token_id < len(self._tokens) else b"" for token_id in ids)
+        return b"".join(self.tokens[token_id] if token_id < len(self.tokens) else b"" for token_id in ids)
 
     def _longest_first(self, rest: bytes) -> list[int]:
         """Tokenize greedily by longest match until no token fits. The model samples the rest itself."""
@@ -114,18 +106,3 @@ def _another(backend: Backend) -> Backend:
     if same != {token_id: token.content for token_id, token in added.items()}:
         other = Backend.from_str(backend.to_str())
     return other
-
-
-@dataclass
-class _Wrapper:
-    """Provides the attributes that LLTokenizer reads."""
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_id: int
-    encode: Callable[[str], list[int]]
-    bos_token_id: None = None
-    is_tokenizer_wrapper: bool = True
-
-    def __call__(self, text: str) -> list[int]:
-        return self.encode(text)

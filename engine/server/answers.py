@@ -1,4 +1,4 @@
-"""Shared code of completions and chats: sampling parameters, whole and streamed answers, and usage.
+"""Shared code of completions and chats: sampling parameters, output formats, whole and streamed answers, and usage.
 
 The `Reply` of each endpoint formats the choices.
 """
@@ -14,10 +14,10 @@ import msgspec
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.results import routed_experts
 from penstock.engine.messages import Reuse
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest
+from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, ResponseFormat
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
@@ -54,6 +54,32 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
     return params
 
 
+def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) -> StructuredOutputs | None:
+    """Return the requested output format. `coerce_one_of`: the server's setting for all requests."""
+    wanted = request.structured_outputs
+    form = request.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":  # it would have no effect
+        raise InvalidRequest("response_format.json_schema", f"the type is {form.type!r}; only 'json_schema' has it")
+    if form is not None and form.type != "text":
+        if wanted is not None:
+            raise InvalidRequest("structured_outputs", "give only one of it and response_format")
+        wanted = _of_format(call, form)
+    if wanted is not None and wanted.json is not None and coerce_one_of:
+        wanted = msgspec.structs.replace(wanted, coerce_one_of=True)
+    return wanted
+
+
+def _of_format(call: Call, given: ResponseFormat) -> StructuredOutputs:
+    if given.type == "json_object":
+        call.paths["structured_outputs.json_object"] = call.client_path("response_format")
+        return StructuredOutputs(json_object=True)
+    if given.json_schema is None or given.json_schema.schema is None:
+        field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
+        raise InvalidRequest(field, "the field is required")
+    call.paths["structured_outputs.json"] = call.client_path("response_format.json_schema.schema")
+    return StructuredOutputs(json=given.json_schema.schema)
+
+
 async def respond(
     service: Service, call: Call, request: GenerateRequest, reply: Reply
 ) -> Json | AsyncGenerator[bytes, None]:
@@ -74,15 +100,13 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
     options, explains = request.stream_options, request.explain_cache
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
-    counts = [0] * len(call.answers)
     async with aclosing(_interleave(service, call.answers)) as arriving:
         async for place, updates in arriving:
-            events = []
+            events, answer = [], call.answers[place]
             for update in updates:
-                counts[place] += len(update.token_ids)
                 for chunk in reply.chunks(place, update):
                     if continuously:
-                        chunk["usage"] = usage([call.answers[place]], counts[place], explains)
+                        chunk["usage"] = usage([answer], answer.num_tokens, explains)
                     elif with_usage:
                         chunk["usage"] = None
                     events.append(_event(chunk))

@@ -7,13 +7,12 @@ import msgspec
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import Json, respond, sampling_params, token_fields
+from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
-from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import Reading, ReadingPlan
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
@@ -100,7 +99,6 @@ class ChatReply:
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         self._tokenizer = service.tokenizer
         self._call, self._request, self._plan = call, request, plan
-        self._is_plain = plan.is_plain  # the common case, whose chunks need no parser
         self._begun: dict[int, Reading] = {}  # choice → its parser
 
     def whole(self, choices: list[list[Update]]) -> Json:
@@ -135,13 +133,10 @@ class ChatReply:
             self._begun[update.index] = self._plan.begin()
         reading = self._begun[update.index]
         reason = update.finish_reason
-        if self._is_plain:
-            deltas: list[Json] = [{"content": update.text}] if update.text else []
-        else:
-            deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
+        deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
-            deltas = [{"content": ""} if self._is_plain else {}]
+            deltas = [{"content": ""} if self._plan.is_plain else {}]
         if not deltas:
             return []  # text is held back: part of a character, or of a possible stop string, call or mark
         choices: list[Json] = [

@@ -81,11 +81,8 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Take memory back, and go on when weights and cache are both there."""
     request = _asked(WakeRequest, call, body)
-    await service.engine.control("wake_up", parts=request.tags)
-    if not service.engine.state.asleep:
-        await service.engine.control("resume")
-        return {"status": "awake"}
-    return {"status": f"asleep, without {' and '.join(service.engine.state.asleep)}"}
+    asleep = (await service.engine.control("wake_up", parts=request.tags)).asleep
+    return {"status": f"asleep, without {' and '.join(asleep)}" if asleep else "awake"}
 
 
 async def update_weights(service: Service, call: Call, body: bytes) -> dict[str, Any]:

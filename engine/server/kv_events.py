@@ -18,7 +18,6 @@ from penstock.engine.http.kv_stream import ALIVE_S, Alive, Changes, Hello, keys_
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server.endpoint import unless_gone
 from penstock.engine.server.service import Service
-from penstock.executor.protocol import ModelInfo
 
 MAX_BACKLOG_BYTES = 2**22  # the size of a snapshot of half a million blocks, which is cheaper from there on
 Publish = Callable[[CacheUpdate, Mapping[str, set[bytes]]], None]  # an update, and the keys in each tier after it
@@ -30,7 +29,6 @@ class KvEvents:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        service.engine.on_model = self._end_streams
         service.engine.on_cache_update = self._take
         self._engine_id = secrets.token_hex(8)
         self._seq = 0
@@ -86,10 +84,6 @@ class KvEvents:
             if not self._listeners and self._publish is None:
                 self._mirror = None
                 self._service.engine.watch_cache(False)
-
-    def _end_streams(self, _info: ModelInfo) -> None:
-        for listener in self._listeners:
-            listener.fall_behind()
 
     def _take(self, update: CacheUpdate) -> None:
         if update.is_snapshot:

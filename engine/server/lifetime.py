@@ -72,7 +72,7 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
     await wait_for(lambda: service.num_open_requests == 0, stop, timeout_s)
     if service.num_open_requests and not stop.is_set():
         log.warning("%d requests did not finish in %g s and are ended", service.num_open_requests, timeout_s)
-        service.abort_all()
+        service.engine.abort([*service.engine.answers])  # their readers still get the last update
         await wait_for(lambda: service.num_open_requests == 0, stop, LAST_WORDS_S)
 
 

@@ -88,12 +88,8 @@ class ServerMetrics(ProcessMetrics):
 
     def see(self, answer: Answer, updates: list[Update]) -> None:
         """Count the updates that have just been read from an answer."""
-        num_tokens = 0
-        for update in updates:
-            num_tokens += len(update.token_ids)
-            if update.finish_reason is not None:
-                self.finished[update.finish_reason] += 1
-        if num_tokens == 0:
+        longest = max(len(update.token_ids) for update in updates)
+        if longest == 0:
             return
         # All times are arrival times, so that a slow reader does not count as the engine's latency.
         arrived_s, first_s = max(update.arrived_s for update in updates), answer.metrics.first_token_s
@@ -101,18 +97,17 @@ class ServerMetrics(ProcessMetrics):
             self.first_token.observe(arrived_s if first_s is None else first_s)
         else:
             # The choices of a request advance in parallel, so divide by the length of the longest new piece.
-            longest = max(len(update.token_ids) for update in updates)
             self.next_token.observe((arrived_s - answer.read_s) / longest)
         answer.read_s = arrived_s
 
     def end(self, answer: Answer) -> None:
         """Count an answer whose reader has finished or disconnected; unfinished choices count as aborted."""
+        self.finished.update(answer.finish_reasons)
         self.finished["abort"] += len(answer.choices) - len(answer.finish_reasons)
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
         if answer.reuse is not None:
-            num_cached = sum(answer.reuse.cached.values())
-            self.computed[answer.reuse.reason] += answer.num_prompt_tokens - num_cached
+            self.computed[answer.reuse.reason] += answer.num_prompt_tokens - answer.reuse.num_cached_tokens
         ended_s = answer.metrics.finished_s if answer.is_finished else None
         self.whole.observe(time.monotonic() - answer.started_s if ended_s is None else ended_s)
         if answer.metrics.queued_s is not None:

@@ -68,8 +68,9 @@ async def to_ids(
     add_special_tokens: bool | None,
     truncate_to: int | None = None,
     num_answered: int = 1,
-) -> list[list[int]]:
-    """Return the token ids of every input; check that they fit the context together with `num_answered` tokens."""
+) -> list[bytes]:
+    """Return the token ids of every input as the engine takes them; check that they fit the context together with
+    `num_answered` tokens."""
     info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
@@ -86,8 +87,7 @@ async def to_ids(
         prompts = [ids[-keep:] for ids in prompts]
     for ids in prompts:
         check_length(len(ids), info, field, num_answered)
-        token_bytes(ids, info.vocab_size, field)
-    return prompts
+    return [token_bytes(ids, info.vocab_size, field) for ids in prompts]
 
 
 def given_ids(call: Call, field: str, raw: Raw) -> list[int] | None:

@@ -58,7 +58,6 @@ class Service:
         self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
-        self._answers: set[Answer] = set()
 
     @property
     def info(self) -> ModelInfo:
@@ -131,7 +130,7 @@ class Service:
         self,
         call: Call,
         request: PromptRequest,
-        prompts: list[list[int]],
+        prompts: list[bytes],
         params: SamplingParams,
         **options: Any,
     ) -> None:
@@ -141,23 +140,17 @@ class Service:
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         outputs = params.structured_outputs
         options["grammar"] = None if outputs is None else grammar_source(outputs)
-        for ids in prompts:
+        for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
                 fitting = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-            answer = self.engine.generate(ids, fitting, **options)
-            call.answers.append(answer)
-            self._answers.add(answer)
+            call.answers.append(self.engine.generate(prompt, fitting, **options))
 
     def seen(self, answer: Answer, updates: list[Update]) -> list[Update]:
         """Count updates in the metrics before they are sent; raise HttpError if a choice has failed."""
         self.metrics.see(answer, updates)
-        for update in updates:
-            if update.finish_reason == "error":
-                message = update.error or "the engine could not complete the request"
-                if update.is_refusal:
-                    raise HttpError(400, message)
-                raise HttpError(500 if self.engine.health().alive else 503, message)
+        if answer.error is not None:
+            raise HttpError(400 if answer.is_refused else 500 if self.engine.health().alive else 503, answer.error)
         return updates
 
     def release(self, call: Call) -> None:
@@ -170,12 +163,6 @@ class Service:
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)
-            self._answers.discard(answer)
-
-    def abort_all(self) -> None:
-        """Abort all running answers. Their readers still get the last update and finish properly."""
-        for answer in self._answers:
-            answer.abort()
 
 
 def as_http_error(error: Exception, call: Call) -> HttpError:

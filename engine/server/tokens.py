@@ -1,5 +1,6 @@
 """POST routes that do not run the model: /tokenize, /detokenize, /reset_prefix_cache, and loading of adapters."""
 
+from array import array
 from typing import Any
 
 from penstock.engine.front.submit import token_bytes
@@ -32,7 +33,8 @@ async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
             conversation.read(request.messages, service.info)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
-        (ids,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
+        (packed,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
+    ids = array("i", packed).tolist()
     return {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}
 
 

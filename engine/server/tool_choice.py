@@ -8,6 +8,7 @@ import hashlib
 import logging
 import re
 import secrets
+from array import array
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,13 +153,13 @@ class Tools:
         request: ChatRequest,
         begun: str,
         calls: Calls | None,
-        prompt: list[int],
+        prompt: bytes,
         wanted: StructuredOutputs | None,
         *,
         holds_optional: bool = True,
     ) -> tuple[ReadingPlan, StructuredOutputs | None]:
-        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `begun`: the
-        text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
+        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `prompt`: its
+        token ids, int32. `begun`: the text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._config.constrain_auto_tools and holds_optional
         is_held = calls is not None and (calls.must or wanted is not None or holds)
@@ -178,9 +179,9 @@ class Tools:
         names = clip(", ".join(function.name for function in calls.functions))
         log.warning("tools %s: optional calls are held to no grammar: %s", names, refusal.message)
 
-    def _thinking(self, marks: thinking.Marks, prompt: list[int], begun: str) -> Thinking:
+    def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
-        end = self._tokenizer.decode(prompt[-num_tokens:], skip_special_tokens=False)
+        end = self._tokenizer.decode(array("i", prompt[-4 * num_tokens :]), skip_special_tokens=False)
         if marks is thinking.HARMONY:
             return harmony.after_prompt(end)
         return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())

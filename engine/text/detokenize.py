@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace + ByteFallback + Fuse + Strip (any of them may be absent)"
@@ -176,7 +176,7 @@ class _PieceStream:
 
 
 def plan_of(tokenizer: Tokenizer) -> DecoderPlan:
-    """Return the plan for a tokenizer's decoder; raise ModelRefused for an unsupported decoder."""
+    """Return the plan for a tokenizer's decoder; raise ModelError for an unsupported decoder."""
     state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
     if state is None:
         return DecoderPlan(joiner=" ", strip=(" ", 1))  # the library joins the tokens with spaces
@@ -198,7 +198,7 @@ def plan_of(tokenizer: Tokenizer) -> DecoderPlan:
         case [] | [{"type": "Fuse"}]:
             pass
         case _:
-            raise ModelRefused(f"tokenizer: its decoder is {' + '.join(kinds)}; supported are {KNOWN_DECODERS}")
+            raise ModelError(f"tokenizer: its decoder is {' + '.join(kinds)}; supported are {KNOWN_DECODERS}")
     return DecoderPlan(replacements=tuple(replacements), byte_fallback=byte_fallback, strip=strip)
 
 

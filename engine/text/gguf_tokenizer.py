@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 from penstock.engine.text.gguf_splits import SPLITS
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 from penstock.executor.gguf_header import GgufHeader
@@ -49,8 +49,8 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     try:
         vocabulary = _Vocabulary(metadata)
         backend = vocabulary.backend()
-    except ModelRefused as error:
-        raise ModelRefused(f"tokenizer: {path}: {error}") from None
+    except ModelError as error:
+        raise ModelError(f"tokenizer: {path}: {error}") from None
     return Tokenizer(
         backend,
         vocab_size=len(vocabulary.tokens),
@@ -61,11 +61,11 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Return all keys of the file with their values, arrays as lists; raise ModelRefused if the file is invalid."""
+    """Return all keys of the file with their values, arrays as lists; raise ModelError if the file is invalid."""
     try:
         return GgufHeader(path).metadata
     except ExecutorError as error:
-        raise ModelRefused(f"model: {error}") from None
+        raise ModelError(f"model: {error}") from None
 
 
 class _Vocabulary:
@@ -76,14 +76,14 @@ class _Vocabulary:
         self.tokens: list[str] = self.listed("tokens", str)
         count = len(self.tokens)
         if not count:
-            raise ModelRefused("tokenizer.ggml.tokens is missing or empty: the file carries no vocabulary")
+            raise ModelError("tokenizer.ggml.tokens is missing or empty: the file carries no vocabulary")
         longest = max(map(len, self.tokens))
         if longest > MAX_TOKEN_CHARS:
-            raise ModelRefused(f"tokenizer.ggml.tokens has one of {longest} characters; at most {MAX_TOKEN_CHARS}")
+            raise ModelError(f"tokenizer.ggml.tokens has one of {longest} characters; at most {MAX_TOKEN_CHARS}")
         self.types: list[int] = self.listed("token_type", int) or [NORMAL] * count
         self.scores: list[float] = self.listed("scores", float) or [0.0] * count
         if len(self.types) != count or len(self.scores) != count:
-            raise ModelRefused(
+            raise ModelError(
                 f"tokenizer.ggml lists {count} tokens, {len(self.types)} types and {len(self.scores)} scores; "
                 "the three must be equally many"
             )
@@ -96,7 +96,7 @@ class _Vocabulary:
         if values is None:
             return []
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-            raise ModelRefused(f"tokenizer.ggml.{key} is not a list of {kind.__name__}")
+            raise ModelError(f"tokenizer.ggml.{key} is not a list of {kind.__name__}")
         return values
 
     def token_id(self, name: str) -> int | None:
@@ -121,7 +121,7 @@ class _Vocabulary:
         elif kind in ("llama", "gemma4"):
             backend, add_bos = _sentencepiece(self), kind == "llama"
         else:
-            raise ModelRefused(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2', 'llama' and 'gemma4'")
+            raise ModelError(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2', 'llama' and 'gemma4'")
         _add_whole_tokens(backend, self)
         add_bos = add_bos if self.get("add_bos_token") is None else bool(self.get("add_bos_token"))
         _add_ends(backend, self, add_bos and kind != "gemma4", bool(self.get("add_eos_token")))
@@ -133,7 +133,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     if pre not in SPLITS:
         known = ", ".join(sorted(SPLITS))
         said = "is missing (a file from before 2024-05)" if pre is None else f"is {pre!r}"
-        raise ModelRefused(
+        raise ModelError(
             f"tokenizer.ggml.pre {said}, so it is not known how this vocabulary splits text; supported are {known}. "
             "Convert the model again with a current llama.cpp, or use its Hugging Face folder"
         )
@@ -186,7 +186,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     for line in vocabulary.listed("merges", str):
         left, found, right = line.partition(" ")
         if not found or not left or not right:
-            raise ModelRefused(f"tokenizer.ggml.merges has {line[:40]!r}; two tokens with a space between are expected")
+            raise ModelError(f"tokenizer.ggml.merges has {line[:40]!r}; two tokens with a space between are expected")
         merges.append((left, right))
     return merges
 

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelNotFound, ModelRefused, check_size, read_json, read_template
+from penstock.engine.model_files import ModelError, check_size, read_json, read_template
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json is 35 MB
@@ -56,12 +56,12 @@ def _read_file(path: Path) -> Backend:
 
 def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
     if config.get("auto_map"):
-        raise ModelRefused(
+        raise ModelError(
             f"tokenizer: {folder} wants its own tokenizer code to run (auto_map in tokenizer_config.json) and has no "
             "tokenizer.json; Penstock runs no code from a model, so add a tokenizer.json or choose another model"
         )
     if not any(file for pattern in OTHER_FORMATS for file in folder.glob(pattern)):
-        raise ModelNotFound(f"tokenizer: {folder} has no tokenizer.json and no vocabulary that could be converted")
+        raise ModelError(f"tokenizer: {folder} has no tokenizer.json and no vocabulary that could be converted")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch, "tokenizer.json")
@@ -71,13 +71,13 @@ def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
                 command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=False, env=environment
             )
         except subprocess.TimeoutExpired:
-            raise ModelRefused(
+            raise ModelError(
                 f"tokenizer: transformers took more than {CONVERSION_LIMIT_S} s to convert the one in {folder}; "
                 "add a tokenizer.json"
             ) from None
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-            raise ModelRefused(
+            raise ModelError(
                 f"tokenizer: {folder} has no tokenizer.json, and transformers cannot make one of what it has: {last}"
             )
         return _read_file(target)
@@ -95,7 +95,7 @@ def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict
     if not isinstance(listed, dict) or not all(
         token_id.isdecimal() and isinstance(entry, dict) for token_id, entry in listed.items()
     ):
-        raise ModelRefused("tokenizer: added_tokens_decoder in tokenizer_config.json is not an object by token ids")
+        raise ModelError("tokenizer: added_tokens_decoder in tokenizer_config.json is not an object by token ids")
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
         if text is None or text in known or text in missing:
@@ -103,7 +103,7 @@ def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict
         flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         backend.add_tokens([AddedToken(text, **flags)])
         if backend.token_to_id(text) != int(token_id):
-            raise ModelRefused(
+            raise ModelError(
                 f"tokenizer: tokenizer_config.json gives {text!r} the id {token_id}, tokenizer.json leads to "
                 f"{backend.token_to_id(text)}; the two files do not belong together"
             )

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.model_files import ModelRefused, read_template
+from penstock.engine.model_files import ModelError, read_template
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
@@ -151,7 +151,7 @@ def _operators(override: str) -> str:
         return override
     path = Path(override).expanduser()
     if not path.is_file():
-        raise ModelRefused(f"chat template: {override!r} is neither a file nor a template (which has braces)")
+        raise ModelError(f"chat template: {override!r} is neither a file nor a template (which has braces)")
     return read_template("chat template", path)
 
 

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.engine.http.errors import clip
-from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelRefused
+from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelError
 from penstock.engine.sampling_params import InvalidRequest
 
 MAX_ERROR_CHARS = 300
@@ -40,7 +40,7 @@ class _Generation(Extension):
 
 def compile_templates(sources: Mapping[str, str]) -> dict[str, Callable[[dict[str, Any]], str]]:
     """Return a function for each template, by name, that renders it with the given variables. Compiling raises
-    ModelRefused, rendering InvalidRequest."""
+    ModelError, rendering InvalidRequest."""
     environment = template_environment()
     return {name: partial(_render, _compile(environment, name, source)) for name, source in sources.items()}
 
@@ -71,13 +71,11 @@ def _strftime_now(format: str) -> str:
 
 def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> Template:
     if len(source) > MAX_TEMPLATE_BYTES:
-        raise ModelRefused(
-            f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed"
-        )
+        raise ModelError(f"chat template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are allowed")
     try:
         return environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise ModelRefused(
+        raise ModelError(
             f"chat template {name!r} does not compile: {_short(error)}; give another one with --chat-template"
         ) from None
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
 
@@ -42,7 +42,6 @@ class Tokenizer:
         self.chat_templates = chat_templates or {}  # "default", "tool_use" … → source
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.special_texts = {token.content: id_ for id_, token in added.items() if token.special}
         detokenizer = Detokenizer(backend, self.special_ids)
         self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 
@@ -102,13 +101,13 @@ class Tokenizer:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Convert an error of the `tokenizers` library, which raises plain Exception only, to ModelRefused with `what`."""
+    """Convert an error of the `tokenizers` library, which raises plain Exception only, to ModelError with `what`."""
     try:
         yield
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise ModelRefused(f"{what}: {error}") from None
+        raise ModelError(f"{what}: {error}") from None
 
 
 def _refuse_bad_text(texts: Sequence[str]) -> None:

@@ -103,8 +103,6 @@ def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_
     rig.step()
     rig.ask("waiting", key)
     rig.core.unload_adapter(key)
-    rig.ask("late", key)
-    assert rig.outputs["late"][0].error == "adapter: it is not loaded"
     assert key in rig.executor._adapters
     rig.run()
     assert rig.tokens("waiting") == alone(key) == rig.tokens("running")[:6] and len(rig.tokens("running")) == 20
@@ -120,10 +118,10 @@ def test_requests_that_wait_for_the_end_of_a_pause_keep_their_adapter(tmp_path: 
     rig.core.pauses.pause("wait")
     rig.ask("late", key)
     rig.core.unload_adapter(key)
-    rig.ask("later", key)
-    assert rig.outputs["later"][0].error == "adapter: it is not loaded" and not rig.outputs["late"]
-    rig.run()
-    rig.core.pauses.finish_pause()
+    while not rig.core.pauses.is_paused:
+        rig.step()
+        rig.core.pauses.finish_pause()
+    assert not rig.outputs["late"]
     assert key in rig.executor._adapters and rig.core.pauses.is_paused
     rig.core.pauses.resume()
     rig.run()

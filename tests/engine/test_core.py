@@ -30,12 +30,12 @@ class Watched(OracleExecutor):
         super().__init__(CONFIG.executor, max_in_flight)
         self.core: EngineCore | None = None
         self.now_s = 0.0
-        self.seen: list[tuple[float | None, float]] = []
+        self.seen: list[float] = []
 
     def submit(self, step: Step) -> None:
         super().submit(step)
-        assert self.core is not None
-        self.seen.append((self.core.step_started_s, self.core.step_deadline_s))
+        assert self.core is not None and self.core.step_ends_s is not None
+        self.seen.append(self.core.step_ends_s)
         self.now_s += 10.0
 
 
@@ -45,19 +45,19 @@ def run(max_in_flight: int, prompt: list[int]) -> Watched:
     core.submit(submit("a", prompt, max_tokens=3))
     while core.has_work():
         core.step()
-    assert core.step_started_s is None, "an idle core has no step that could be overdue"
+    assert core.step_ends_s is None, "an idle core has no step that could be overdue"
     return executor
 
 
 def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it() -> None:
-    assert [started for started, _ in run(1, [1]).seen] == [0.0, 10.0, 20.0]
-    assert [started for started, _ in run(2, [1]).seen] == [0.0, 0.0, 20.0]
+    deadline_s = step_deadline_s(1)
+    assert run(1, [1]).seen == [start + deadline_s for start in (0.0, 10.0, 20.0)]
+    assert run(2, [1]).seen == [start + deadline_s for start in (0.0, 0.0, 20.0)]
 
 
 def test_the_deadline_grows_with_the_positions_of_the_step() -> None:
-    deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
-    assert deadlines[0] == step_deadline_s(2048)
-    assert deadlines[1] == step_deadline_s(1)
+    ends_s = run(1, [1] * 2048).seen
+    assert ends_s[:2] == [step_deadline_s(2048), 10.0 + step_deadline_s(1)]
 
 
 def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_runs() -> None:
@@ -69,7 +69,8 @@ def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_r
     while core.has_work():
         core.step()
         sizes.append(core.last_step_tokens)
-    assert [deadline for _, deadline in executor.seen[:3]] == [step_deadline_s(n) for n in (2048, 2048, 1)]
+    starts_s = (0.0, 0.0, 20.0)
+    assert executor.seen[:3] == [s + step_deadline_s(n) for s, n in zip(starts_s, (2048, 2048, 1), strict=True)]
     assert sizes[0] == 2048 and set(sizes[1:]) == {1}
 
 

@@ -267,13 +267,21 @@ def test_threads_take_turns(llm: LLM) -> None:
 def test_requests_that_fail_are_named_and_the_others_results_are_there(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit_some(message: Submit) -> Output | None:
-        is_wrong = message.tokens in (array("i", [2]).tobytes(), array("i", [4]).tobytes())
-        return message.refused("no such thing") if is_wrong else submitted(message)
-
     core = llm._running()
-    submitted = core.submit
+    step, ended = core.step, list[Output]()
+
+    def submit_some(message: Submit) -> None:
+        request = core.scheduler.submit(message)
+        if message.tokens in (array("i", [2]).tobytes(), array("i", [4]).tobytes()):
+            ended.append(core.scheduler.end(request, "error", "no such thing"))
+
+    def step_and_end() -> list[Output]:
+        outputs = [*step(), *ended]
+        ended.clear()
+        return outputs
+
     monkeypatch.setattr(core, "submit", submit_some)
+    monkeypatch.setattr(core, "step", step_and_end)
     with pytest.raises(RequestsFailed, match=r"prompt 2 of 5 failed: no such thing \(1 more failed\)") as failed:
         llm.generate([[0], [1], [2], [3], [4]], GREEDY, use_tqdm=False)
     given = [each and each.prompt_token_ids for each in failed.value.results]

@@ -136,7 +136,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
     acts: dict[Callable[[], None], int] = {
         ask: 35, step: 25, update: 10, abort: 4,
         lambda: rig.keep(*rig.pauses.pause(rng.choice(["abort", "wait", "keep"]))): 5,
-        lambda: rig.keep(*rig.pauses.resume()): 10,
+        lambda: rig.pauses.resume(): 10,
         lambda: rig.pauses.sleep(rng.choice([1, 2])): 5,
         lambda: rig.pauses.wake(ALL): 6,
     }  # fmt: skip
@@ -146,7 +146,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
         rig.core.scheduler.check()
     update()
     rig.pauses.wake(ALL)
-    rig.keep(*rig.pauses.resume())
+    rig.pauses.resume()
     rig.run()
 
     for name, prompt in prompts.items():
@@ -194,7 +194,7 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         assert rig.end("a") == rig.end("waiting") == done
         rig.ask("new")
         assert not rig.core.has_work() and rig.core.step() == []
-        rig.keep(*rig.pauses.resume())
+        rig.pauses.resume()
         rig.run()
         expected = fresh(None, PROMPT, 12)
         names = {"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode]
@@ -212,7 +212,7 @@ def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> 
     rig.ask("other")
     aborted = rig.core.abort("late")
     assert aborted is not None and aborted.finish_reason == "abort"
-    rig.keep(*rig.pauses.resume())
+    rig.pauses.resume()
     assert not rig.pauses.is_pausing and not rig.pauses.is_paused
     rig.run()
     assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
@@ -239,7 +239,7 @@ def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLev
         rig.pauses.wake(["weights"])
         rig.update(path)
     rig.pauses.wake(["kv_cache"] if level == 2 else ALL)
-    rig.keep(*rig.pauses.resume())
+    rig.pauses.resume()
     rig.run()
     tokens, num_old = rig.tokens("kept"), rig.versions("kept").count(0)
     now = path if level == 2 else None

@@ -23,7 +23,7 @@ def test_large_samples_weigh_more_than_small_ones() -> None:
 
 def test_nothing_known_means_that_loading_is_tried_and_waited_for() -> None:
     rates = Rates(2**20, 16, ["disk"])
-    assert rates.is_load_faster({"disk": 1000}, 1, 0) and rates.is_restore_faster(1000, 1, True)
+    assert rates.is_load_faster({"disk": 1000}, 1, 0)
     assert rates.patience_s({"disk": 10}, 10) == UNKNOWN_PATIENCE_S
 
 
@@ -31,15 +31,6 @@ def test_a_load_must_be_faster_with_all_that_is_queued_before_it() -> None:
     rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
     assert rates.is_load_faster({"disk": 50}, num_gained=10, num_host=0)
     assert not rates.is_load_faster({"disk": 150}, num_gained=10, num_host=0)
-
-
-def test_a_restore_costs_a_decoding_step_where_others_compute() -> None:
-    rates = measured(blocks_per_s=1, tokens_per_s=16 * 100)
-    for _ in range(50):
-        rates.note_step(num_tokens=8, num_rows=8, elapsed_s=0.1)
-    assert rates.is_restore_faster(5, 5, is_busy=False)
-    assert not rates.is_restore_faster(5, 5, is_busy=True)
-    assert rates.is_restore_faster(20, 20, is_busy=True)
 
 
 def test_patience_ends_when_computing_would_be_done() -> None:

@@ -123,22 +123,6 @@ def test_urgent_requests_are_admitted_first_but_cannot_starve_the_others() -> No
     assert 20 < order.index("patient") < 40
 
 
-def test_a_full_queue_refuses_with_a_terminal_output() -> None:
-    world = World(max_num_seqs=1, max_queued_requests=0)
-    world.submit(submit("a", [1]))
-    world.submit(submit("b", [1]))
-    assert world.last("b").finish_reason == "error" and "queue is full" in (world.last("b").error or "")
-    world.run()
-    assert world.last("a").finish_reason == "length"
-
-
-@pytest.mark.parametrize("length", [0, 64, 100])
-def test_a_prompt_that_cannot_run_is_refused(length: int) -> None:
-    world = World(max_model_len=64)
-    world.submit(submit("a", [1] * length))
-    assert world.last("a").finish_reason == "error" and "prompt" in (world.last("a").error or "")
-
-
 def test_the_context_length_ends_a_request_that_asks_for_more() -> None:
     world = World(max_model_len=64)
     world.submit(submit("a", [1] * 60, max_tokens=100))

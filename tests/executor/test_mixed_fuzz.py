@@ -25,7 +25,7 @@ import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import Choice, ChoiceState, Update, joined
+from penstock.engine.front.answer import Choice, Update, joined
 from penstock.engine.front.submit import submissions
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
@@ -65,7 +65,7 @@ def folder(name: str) -> Path:
 @functools.cache
 def tools(family: str) -> tuple[Tokenizer, Compiler]:
     tokenizer = Tokenizer(FAMILIES[family](), eos_ids=frozenset({2}))
-    return tokenizer, Compiler(lambda: GrammarVocabulary.of(tokenizer, VOCAB_SIZE))
+    return tokenizer, Compiler(lambda: GrammarVocabulary(tokenizer, VOCAB_SIZE))
 
 
 @contextmanager
@@ -136,7 +136,7 @@ class World:
         self._asked[name], self._updates[name] = asked, []
         stream = None if asked.message.pooling else self.tokenizer.stream(True, False)
         self._choices[name] = Choice(0, asked.params, stream)
-        self._keep([self.core.submit(asked.message)])
+        self.core.submit(asked.message)
 
     def abort(self, name: str) -> None:
         self._keep([self.core.abort(name)])
@@ -167,7 +167,7 @@ class World:
             asked.outputs.append(output)
             self._updates[name].append(choice.push(output))
             is_enough = asked.abort_after is not None and len(asked.tokens) >= asked.abort_after
-            if (choice.state is ChoiceState.STOPPED or is_enough) and not asked.is_over:
+            if (not choice.is_running or is_enough) and not asked.is_over:
                 self._keep([self.core.abort(name)])
 
 

@@ -50,7 +50,7 @@ class CoreRig(Recorder):
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self.keep(self.core.submit(message))
+        self.core.submit(message)
 
     def abort(self, request_id: str) -> None:
         self.keep(self.core.abort(request_id))

@@ -93,7 +93,7 @@ class FakeEngine:
         self._open: dict[str, asyncio.Task[None]] = {}
         self._count = 0
         self.tokenizer = tokenizer or byte_tokenizer()
-        self.compiler = Compiler(lambda: GrammarVocabulary.of(self.tokenizer, info.vocab_size))
+        self.compiler = Compiler(lambda: GrammarVocabulary(self.tokenizer, info.vocab_size))
 
     @property
     def answers(self) -> Collection[Any]:
@@ -214,7 +214,6 @@ class FakeEngine:
             [token],
             finish_reason="stop" if is_stop else "length" if is_last else None,
             stop_token=token if is_stop else None,
-            num_cached_tokens=len(prompt) // 16 * 16 if first else None,
             reuse=Reuse({"device": len(prompt) // 16 * 16}, self.miss) if first else None,
             logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
             prompt_logprobs=None

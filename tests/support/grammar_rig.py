@@ -20,7 +20,7 @@ VOCAB_SIZE = 300  # more logits than tokens, as models often have
 
 
 def vocabulary() -> GrammarVocabulary:
-    return GrammarVocabulary.of(byte_tokenizer(), VOCAB_SIZE)
+    return GrammarVocabulary(byte_tokenizer(), VOCAB_SIZE)
 
 
 COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may find

@@ -21,7 +21,7 @@ from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.telemetry import Telemetry
-from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
+from penstock.engine.messages import Abort, Heartbeat, Output, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
 from tests.support.fake_engine import byte_tokenizer, line_template
@@ -47,16 +47,16 @@ class MockEngine(AsyncEngine):
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        self._closing = True
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._die("the engine is closed")
 
     def _send(self, message: ToCore) -> None:
+        outputs: list[Output] = []
         if isinstance(message, Submit):
-            refused = [self._core.submit(message)]
+            self._core.submit(message)
         elif isinstance(message, Abort):
-            refused = [self._core.abort(request_id) for request_id in message.request_ids]
+            outputs += filter(None, map(self._core.abort, message.request_ids))
         elif isinstance(message, WatchCache):
             self._core.cache_log.watch(message.is_on, message.with_blocks)
             asyncio.get_running_loop().call_soon(self._report_cache)
@@ -65,7 +65,6 @@ class MockEngine(AsyncEngine):
             assert isinstance(message, Shutdown)
             raise EngineDead("the core has no process of its own")
         self._work.set()
-        outputs = [output for output in refused if output is not None]
         if outputs:
             # Not from here: the request is not listed yet.
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))

@@ -52,7 +52,6 @@ class Recorder:
             assert self.end(output.request_id) is None, f"{output.request_id}: an output after its end"
             self.outputs[output.request_id].append(output)
             if output.reuse is not None:
-                assert sum(output.reuse.cached.values()) == output.num_cached_tokens
                 assert min(output.reuse.cached.values()) >= 0
 
 
@@ -74,7 +73,7 @@ class Simulation(Recorder):
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self.keep(self.scheduler.submit(message))
+        self.scheduler.submit(message)
 
     def abort(self, request_id: str) -> None:
         self.keep(self.scheduler.abort(request_id))

@@ -50,7 +50,7 @@ def tokenizer_of(*marks: str) -> Tokenizer:
 
 @cache
 def vocabulary_of(*marks: str) -> GrammarVocabulary:
-    return GrammarVocabulary.of(tokenizer_of(*marks), tokenizer_of(*marks).vocab_size)
+    return GrammarVocabulary(tokenizer_of(*marks), tokenizer_of(*marks).vocab_size)
 
 
 def ids_of(*marks: str) -> dict[str, int]:

@@ -229,12 +229,6 @@ def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
     assert world.last("later").finish_reason == "stop"
 
 
-def test_a_core_without_a_tokenizer_says_so() -> None:
-    world = Core(compiler=None)
-    world.submit(submit("a", [1], DIGITS))
-    assert world.last("a").finish_reason == "error" and "no tokenizer" in str(world.last("a").error)
-
-
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
     gate, world = gated_core()
     world.submit(submit("a", [1], DIGITS))

@@ -40,7 +40,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 def test_a_forced_text_is_cut_into_tokens_of_its_very_bytes(tokenizer: Tokenizer) -> None:
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    encode = ExactEncoder(tokenizer.backend, tokens, tokenizer.special_ids)
+    encode = ExactEncoder(tokenizer.backend, tokens, tokenizer.special_ids, 0)
     for text in [*samples.texts(200), *(text for texts in CHOICES for text in texts)]:
         ids = encode(text)
         found = b"".join(tokens[token_id] for token_id in ids)
@@ -98,6 +98,6 @@ def writes_anything(tokenizer: Tokenizer) -> bool:
 
 
 def compiler_of(tokenizer: Tokenizer) -> Compiler:
-    compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, tokenizer.vocab_size))
+    compiler = Compiler(lambda: GrammarVocabulary(tokenizer, tokenizer.vocab_size))
     compiler.start(grammar_source(StructuredOutputs(choice=["warm"]))).result.result(60)
     return compiler

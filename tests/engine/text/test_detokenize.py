@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 from penstock.engine.text.detokenize import Detokenizer, byte_alphabet
 from tests.support import text_samples as samples
 from tests.support.refusals import table
@@ -128,5 +128,5 @@ def test_the_byte_alphabet_is_that_of_the_library() -> None:
 def test_a_decoder_that_is_not_understood_is_refused_rather_than_approximated(decoder: decoders.Decoder) -> None:
     tokenizer = samples.sentencepiece()
     tokenizer.decoder = decoder
-    with pytest.raises(ModelRefused, match="its decoder is .*; supported are ByteLevel"):
+    with pytest.raises(ModelError, match="its decoder is .*; supported are ByteLevel"):
         Detokenizer(tokenizer, frozenset())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 from tests.support.refusals import cases, table
 
@@ -36,7 +36,7 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ModelRefused, match=sentence):
+    with pytest.raises(ModelError, match=sentence):
         read_gguf_metadata(tmp_path / "m.gguf")
 
 
@@ -54,6 +54,6 @@ def test_a_thousand_random_changes_are_read_or_refused_and_nothing_else(tmp_path
         path.write_bytes(content[: rng.choice((len(content), rng.randrange(len(content))))])
         try:
             read_gguf_metadata(path)
-        except ModelRefused:
+        except ModelError:
             refused += 1
     assert 500 < refused < 1000

@@ -49,7 +49,8 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
         conversation = Conversation(len(body), {})
         conversation.read(request.messages, service.info)
         text = await render(request, conversation, service)
-        return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
+        (packed,) = await to_ids("messages", [text], service, request.add_special_tokens)
+        return memoryview(packed).cast("i").tolist()
 
     try:
         return asyncio.run(ids())

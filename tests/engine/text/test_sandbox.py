@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.model_files import ModelRefused
+from penstock.engine.model_files import ModelError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate
 from tests.support.refusals import cases
@@ -25,7 +25,7 @@ def test_what_a_template_may_not_see_is_undefined(source: str) -> None:
 
 @pytest.mark.parametrize(("source", "sentence"), cases(__file__, "not compiled"))
 def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded(source: str, sentence: str) -> None:
-    with pytest.raises(ModelRefused, match=f"chat template 'default'.*{sentence}"):
+    with pytest.raises(ModelError, match=f"chat template 'default'.*{sentence}"):
         ChatTemplate(source)
 
 

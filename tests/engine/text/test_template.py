@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelFiles, ModelRefused, resolve_model
+from penstock.engine.model_files import ModelError, ModelFiles, resolve_model
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
@@ -209,7 +209,7 @@ def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp
         (str(tmp_path / "binary"), "binary is not UTF-8 text"),
         (str(tmp_path / "long"), "long has 1048577 bytes; at most 1048576"),
     ):
-        with pytest.raises(ModelRefused, match=sentence):
+        with pytest.raises(ModelError, match=sentence):
             load_template(model(tmp_path), override)
 
 
