@@ -54,12 +54,6 @@ def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before
     assert [started for started, _ in run(2, [1]).seen] == [0.0, 0.0, 20.0]
 
 
-def test_the_deadline_grows_with_the_positions_of_the_step() -> None:
-    deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
-    assert deadlines[0] == step_deadline_s(2048)
-    assert deadlines[1] == step_deadline_s(1)
-
-
 def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_runs() -> None:
     """Not of the one behind it, which is submitted while a long prompt is computed."""
     executor = Watched(2)

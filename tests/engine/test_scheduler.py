@@ -1,6 +1,5 @@
 """The scheduler over the oracle executor: exact plans for the rules, random worlds for everything else."""
 
-import numpy as np
 import pytest
 
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step
@@ -146,14 +145,6 @@ def test_the_context_length_ends_a_request_that_asks_for_more() -> None:
     assert len(world.tokens("a")) == 4 and world.last("a").finish_reason == "length"
 
 
-def test_another_salt_or_adapter_never_shares_a_block() -> None:
-    world = World(max_num_batched_tokens=64)
-    prompt = list(range(20))
-    for number, (salt, adapter) in enumerate([(None, None), ("", None), ("s", None), (None, "s"), ("s", "s")]):
-        assert world.cached(f"r{number}", prompt, cache_salt=salt, adapter=adapter) == 0
-    assert world.cached("again", prompt, cache_salt="s") == 19
-
-
 @pytest.mark.parametrize(("error", "is_refusal"), [(NOTHING_LEFT, True), ("the logits are not finite", False)])
 def test_a_failure_of_one_row_ends_that_request_alone(error: str, is_refusal: bool) -> None:
     world = World(max_in_flight=1, max_num_batched_tokens=64)
@@ -239,8 +230,3 @@ def test_every_request_finishes_within_a_bounded_wait() -> None:
     fair = max(finished_at.values()) / 60
     for number in range(60):
         assert finished_at[f"r{number}"] <= 4 * fair * (number + 4)
-
-
-def test_tokens_survive_the_wire() -> None:
-    message = submit("a", [0, 1, 49])
-    assert np.frombuffer(message.tokens, "<i4").tolist() == [0, 1, 49]

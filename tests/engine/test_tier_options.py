@@ -80,14 +80,6 @@ def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: 
         assert llm.info.memory["disk tier"] == 2**24
 
 
-def test_another_model_finds_nothing_on_the_same_disk(folder: Path, disk: str) -> None:
-    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB"}
-    with oracle(folder, **options) as llm:
-        tokens(llm)
-    with oracle(folder, seed=1, **options) as llm:
-        assert cached(llm)[0] == 0
-
-
 def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: str) -> None:
     with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB") as llm:
         assert llm.info.host_slots == 4096

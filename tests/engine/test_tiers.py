@@ -31,14 +31,6 @@ def with_the_prompt_on_the_disk(store: FlakyStore | None = None) -> World:
     return world
 
 
-def test_blocks_evicted_from_the_device_come_back_from_the_host() -> None:
-    world = World(num_blocks=17, host_slots=200)
-    assert world.cached("cold", PROMPT) == 0
-    world.churn()
-    assert world.cached("warm", PROMPT) == 19
-    assert world.scheduler.stats().tiers["host"]["hit_tokens"] == 20
-
-
 def test_blocks_evicted_from_the_host_come_back_from_the_disk() -> None:
     world = with_the_prompt_on_the_disk()
     root = namespace_root(model=world.executor.info.fingerprint)
@@ -47,16 +39,6 @@ def test_blocks_evicted_from_the_host_come_back_from_the_disk() -> None:
     assert world.cached("warm", PROMPT) == 19
     tiers = world.scheduler.stats().tiers
     assert tiers["disk"]["hit_tokens"] == 20 and tiers["host"]["hit_tokens"] == 0
-
-
-def test_a_new_engine_finds_on_the_disk_what_an_earlier_one_left() -> None:
-    store = FlakyStore()
-    world = World(num_blocks=17, host_slots=20, store=store)
-    assert world.cached("cold", PROMPT) == 0
-    world.executor.close()
-    world = World(num_blocks=17, host_slots=20, store=FlakyStore(data=store.data))
-    world.settle()  # asks what the store has
-    assert world.cached("warm", PROMPT) == 19
 
 
 def test_a_chain_is_followed_over_device_host_and_disk() -> None:
@@ -74,14 +56,6 @@ def test_a_chain_is_followed_over_device_host_and_disk() -> None:
     counts = match(index, keys, pool)
     assert (counts.device, counts.host, counts.stores) == (1, 2, {"disk": 2})
     assert world.cached("warm", PROMPT) == 19
-
-
-def test_a_salt_keeps_its_blocks_to_itself_in_every_tier() -> None:
-    world = World(num_blocks=17, host_slots=20, store=FlakyStore())
-    assert world.cached("a", PROMPT, cache_salt="a") == 0
-    world.churn()
-    assert world.cached("b", PROMPT, cache_salt="b") == 0
-    assert world.cached("again", PROMPT, cache_salt="a") == 19
 
 
 def test_a_request_that_waits_for_its_reads_keeps_nobody_else_waiting() -> None:
@@ -260,7 +234,7 @@ def tier_storm(
 
 
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(14, 80, thousands=4000)
+@some_worlds(7, 80, thousands=4000)
 def test_random_worlds_with_failing_tiers_keep_every_invariant_and_every_token(seeds: range) -> None:
     often = ("preempted", "aborted", "finished", "hits_host", "restores", "saves", "writes", "evictions")
     seldom = ("hits_disk", "reads_disk", "failed_reads_disk", "drops_disk", "drops_host_full")

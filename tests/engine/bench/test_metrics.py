@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
-from penstock.engine.commands.bench.report import details, spread, summarize
+from penstock.engine.commands.bench.report import details, summarize
 
 TOTALS = """
     duration completed failed total_input_tokens total_output_tokens request_throughput output_throughput
@@ -23,15 +23,6 @@ def outcomes(count: int, seed: int = 0) -> list[Outcome]:
         start = rng.uniform(0, 5)
         made.append(Outcome(rng.randint(1, 100), start, len(gaps) + 1, ttft, ttft + sum(gaps), gaps))
     return made
-
-
-def test_nothing_measured_is_zero_and_not_an_error() -> None:
-    assert set(spread("itl", []).values()) == {0.0}
-
-
-def test_time_per_token_leaves_out_the_first() -> None:
-    assert Outcome(1, 0.0, 5, ttft_s=1.0, latency_s=3.0).tpot_s == 0.5
-    assert Outcome(1, 0.0, 1, ttft_s=1.0, latency_s=1.0).tpot_s == 0.0
 
 
 def test_totals_count_completed_requests_only() -> None:

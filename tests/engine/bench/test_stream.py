@@ -51,11 +51,6 @@ def test_a_completion_is_timed_from_its_first_piece_to_its_last() -> None:
     assert outcome.text == "abc"
 
 
-def test_without_usage_the_pieces_are_counted() -> None:
-    outcome = reply_to(text("a"), text("b", "stop"), "[DONE]")
-    assert (outcome.prompt_len, outcome.output_len) == (5, 2)
-
-
 def test_a_chats_role_and_its_bare_end_are_not_tokens() -> None:
     events = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"), USAGE]
     outcome = reply_to(*events, "[DONE]")

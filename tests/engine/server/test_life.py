@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
-from tests.support.refusals import table
+from tests.support.refusals import hardest, table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -120,8 +119,8 @@ def text(events: list[str]) -> str:
 @pytest.mark.parametrize(
     ("before", "number"),
     [
-        ((), signal.SIGTERM),
         (BACKGROUND, signal.SIGINT),
+        pytest.param((), signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param((), signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(BACKGROUND, signal.SIGTERM, marks=pytest.mark.slow),
     ],
@@ -146,16 +145,24 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_does_not_wait_and_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
     with process() as server:
+        body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
+        headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
+        server.http.post("/v1/completions?canary-query", json=body, headers=headers)
+        server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
+        server.http.get("/canary-path")
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
         until(lambda: server.http.get("/ready").status_code == 503)
-        begun_s = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        print(f"gone {time.monotonic() - begun_s:.2f} s after the second signal")
         assert stream.finish()[-1] == "cut off"
+        assert server.popen.stderr is not None
+        log = server.popen.stderr.read()
+    assert "canary" not in log
+    assert "/v1/completions 200" in log and "client_id=mine-7" in log
+    assert "unmatched 404" in log
 
 
 ENDS = {  # the time to drain, the signals, and the message of the error, with which the process fails
@@ -166,7 +173,7 @@ ENDS = {  # the time to drain, the signals, and the message of the error, with w
 }
 
 
-@pytest.mark.parametrize("why", ENDS)
+@pytest.mark.parametrize("why", hardest(ENDS, *({*ENDS} - {"the engine is dead"})))
 def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
     drain_timeout_s, numbers, message = ENDS[why]
     with process(drain_timeout_s) as server:
@@ -183,22 +190,6 @@ def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) ->
             error = json.loads(last)["error"]
             assert (error["code"], error["message"]) == (503, message)
         assert server.exit_code() == int(message is not None)
-
-
-def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
-    with process() as server:
-        body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
-        headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
-        server.http.post("/v1/completions?canary-query", json=body, headers=headers)
-        server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
-        server.http.get("/canary-path")
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
-        assert server.popen.stderr is not None
-        log = server.popen.stderr.read()
-    assert "canary" not in log
-    assert "/v1/completions 200" in log and "client_id=mine-7" in log
-    assert "unmatched 404" in log
 
 
 def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:

@@ -29,12 +29,3 @@ def test_a_large_response_evicts_several_and_one_larger_than_the_store_none() ->
     assert kept(store, *"abc", "huge") == ["a", "b", "c"]
     assert store.put("large", stored(20))
     assert kept(store, *"abc", "large") == ["c", "large"]
-
-
-def test_a_response_exists_for_its_owner_alone() -> None:
-    store = ResponseStore()
-    store.put("a", stored(owner=b"one"))
-    assert store.get(b"two", "a") is None and not store.delete(b"two", "a")
-    assert store.get(b"one", "a") is not None and store.delete(b"one", "a")
-    assert store.get(b"one", "a") is None
-    store.check()

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
 from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
@@ -184,30 +182,6 @@ def joins(headers: list[str]) -> bool:
     trace = spans.begin([(b"traceparent", header.encode()) for header in headers], "POST", 0.0)
     spans.close()
     return trace.trace_id == TRACE
-
-
-def test_the_sdks_own_exporter_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    exporter = InMemorySpanExporter()
-    monkeypatch.setattr(tracing, "open_exporter", lambda _telemetry: exporter)
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with running(telemetry=Telemetry(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
-        answer = server.http.post(
-            "/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"traceparent": TRACEPARENT}
-        )
-        assert answer.status_code == 200
-        until(lambda: len(exporter.get_finished_spans()) == 4)
-        spans = {span.name: span for span in exporter.get_finished_spans()}
-        server.app.service.spans.close()
-    assert set(spans) == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
-    request = spans[f"text_completion {MODEL}"]
-    assert request.kind is SpanKind.SERVER and request.status.status_code is StatusCode.UNSET
-    assert request.parent is not None and format_span_id(request.parent.span_id) == PARENT
-    assert request.attributes is not None and request.attributes["gen_ai.usage.output_tokens"] == 2
-    assert request.resource.attributes["service.name"] == "penstock"
-    for name in ("queue", "prefill", "decode"):
-        parent = spans[name].parent
-        assert parent is not None and parent.span_id == request.context.span_id
-        assert format_trace_id(parent.trace_id) == TRACE
 
 
 def test_a_collector_that_is_gone_or_hangs_holds_nothing_up(

@@ -69,29 +69,3 @@ def test_a_named_function_is_the_one_that_is_called_streamed_too(client: Any) ->
             arguments += call.function.arguments
     assert (names, content, reason) == (["pick"], "", "tool_calls")
     check([("pick", arguments)])
-
-
-@pytest.mark.slow
-def test_optional_calls_are_text_or_valid_calls(client: Any) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, tools=TOOLS, temperature=0.8, seed=2, n=3, max_tokens=40
-    )
-    for choice in answer.choices:
-        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
-        if choice.finish_reason == "tool_calls":
-            check(calls)
-        else:
-            assert choice.message.content is not None or choice.finish_reason == "length"
-
-
-@pytest.mark.slow
-def test_a_result_can_be_sent_back(client: Any) -> None:
-    asked = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
-    first = client.chat.completions.create(
-        **asked, messages=MESSAGES, tool_choice={"type": "function", "function": {"name": "weather"}}
-    )
-    message = first.choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny, 25 °C"}
-    last = client.chat.completions.create(**asked, messages=[*MESSAGES, message, result], tool_choice="none")
-    assert last.choices[0].message.content
-    assert last.choices[0].message.tool_calls is None

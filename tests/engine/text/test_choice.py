@@ -40,13 +40,6 @@ def words(update: Update) -> tuple[str, str]:
     return update.text, "".join(map(chr, update.token_ids))
 
 
-def test_text_and_tokens_pass_through_until_the_end() -> None:
-    one = choice()
-    assert words(one.push(output("ab"))) == ("ab", "ab")
-    last = one.push(output("c", "length"))
-    assert (last.text, last.finish_reason, last.stop_reason, one.state) == ("c", "length", None, ChoiceState.ENDED)
-
-
 def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() -> None:
     one = choice(stop="END")
     assert words(one.push(output("abE"))) == ("ab", "abE")
@@ -69,17 +62,6 @@ def test_a_stop_string_in_the_last_output_needs_no_abort() -> None:
     last = one.push(output("axb", "length"))
     assert (*words(last), last.finish_reason, last.stop_reason) == ("a", "ax", "stop", "x")
     assert one.state is ChoiceState.ENDED
-
-
-def test_what_was_held_back_comes_at_the_end() -> None:
-    one = choice(stop="END")
-    assert one.push(output("aEN")).text == "a"
-    assert one.push(output("", "length")).text == "EN"
-
-
-def test_the_stop_string_is_kept_where_it_is_asked_for() -> None:
-    one = choice(stop="END", include_stop_str_in_output=True)
-    assert one.push(output("aENDb")).text == "aEND"
 
 
 @pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))

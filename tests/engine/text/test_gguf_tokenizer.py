@@ -65,7 +65,7 @@ def test_byte_level_vocabularies_tokenize_as_transformers_has_them(tmp_path: Pat
     if SPLITS[pre].nfc:  # transformers takes the class of GPT-2 for all and leaves out what Qwen's own adds
         backend.normalizer = normalizers.NFC()
     ours = load(path)
-    for text in samples.texts(1500):
+    for text in samples.texts(400):
         assert ours.encode(text) == backend.encode(text, add_special_tokens=False).ids, text
 
 
@@ -79,16 +79,6 @@ def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -
         assert (load(path).encode("hello") == [len(tokens)]) == is_whole
 
 
-@pytest.mark.parametrize("pre", ["smollm", "starcoder"])
-def test_schemes_that_split_digits_do_so_like_the_published_tokenizers(tmp_path: Path, pre: str) -> None:
-    """SmolLM's tokenizer.json: digits one by one, then GPT-2's words."""
-    path, tokens, merges = byte_level_file(tmp_path / "m.gguf", pre)
-    ours = load(path)
-    published = published_smollm(tokens, merges, 3)
-    for text in samples.texts(1500):
-        assert ours.encode(text.replace("<think>", "")) == published.encode(text.replace("<think>", "")).ids, text
-
-
 def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
     from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
@@ -96,7 +86,7 @@ def test_the_default_model_tokenizes_as_published() -> None:
     metadata = read_gguf_metadata(path)
     published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
     ours = load(path)
-    for text in samples.texts(3000):
+    for text in samples.texts(1000):
         ids = ours.encode(text)
         assert ids == published.encode(text).ids, text
         assert ours.decode(ids, skip_special_tokens=False) == text
@@ -116,21 +106,11 @@ def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> 
     return tokenizer
 
 
-def test_llama_s_scores_become_the_merges_that_transformers_derives(tmp_path: Path) -> None:
-    base = import_module("transformers.tokenization_utils_base")
-    path = sentencepiece_file(tmp_path / "m.gguf")
-    model = json.loads(load(path).backend.to_str())["model"]
-    learned = {token: index for token, index in model["vocab"].items() if index >= 259}
-    scores = {token: 259.0 - index for token, index in learned.items()}
-    derived = base.generate_merges(learned, scores)
-    assert [tuple(merge) for merge in model["merges"]] == derived
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(tmp_path: Path, prefix: bool) -> None:
     ours = load(sentencepiece_file(tmp_path / "m.gguf", add_space_prefix=prefix))
     original = samples.sentencepiece(prefix)
-    for text in samples.texts(1500):
+    for text in samples.texts(400):
         ids = ours.encode(text)
         assert ids == original.encode(text).ids, text
         assert ours.decode(ids) == original.decode(ids)
@@ -148,7 +128,7 @@ def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them
     backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
     ours = load(path)
     assert ours.eos_ids == {2, len(tokens) - 1}
-    for text in [*samples.texts(1000), "a  b   c    d     e"]:
+    for text in [*samples.texts(400), "a  b   c    d     e"]:
         assert ours.encode(text, add_special_tokens=False) == backend.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(ours.encode(text)) == backend.decode(ours.encode(text)), text
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelError, ModelNotFound, ModelRefused, resolve_model
+from penstock.engine.model_files import ModelNotFound, ModelRefused, resolve_model
 from penstock.executor.models.catalogue import TEXT_PARTS
 from penstock.executor.models.registry import ARCHITECTURES
 from tests.support.refusals import table
@@ -153,8 +153,3 @@ def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
     with pytest.raises(ModelRefused, match="org/name requires its own code"):
         resolve_model("org/name")
     assert hub.asked == []
-
-
-def test_every_refusal_is_a_value_error() -> None:
-    assert issubclass(ModelError, ValueError)
-    assert issubclass(ModelNotFound, ModelError) and issubclass(ModelRefused, ModelError)

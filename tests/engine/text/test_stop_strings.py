@@ -26,10 +26,6 @@ def test_text_is_given_as_soon_as_it_cannot_become_a_stop_string(
     assert run(stops, pieces) == (given, found, held)
 
 
-def test_the_stop_string_itself_is_kept_where_it_is_wanted() -> None:
-    assert run(["END"], ["abE", "NDx"], include=True) == (["ab", "END"], "END", "")
-
-
 def test_a_string_that_ends_too_early_is_passed_over_but_may_begin_early() -> None:
     text = StopStrings(["aba"])
     assert text.push("xaba", may_stop=False) == "xab"

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,12 +111,6 @@ def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None
     assert [message["content"] for message in seen(given)] == ["a\nb", "", ""]
 
 
-def test_arguments_of_tool_calls_become_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
-    [message] = seen([{"role": "assistant", "tool_calls": [call]}])
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
     [message] = seen([{"role": "assistant", "content": "x", name: "because"}])
@@ -178,12 +171,6 @@ def model(path: Path, **files: dict[str, Any]) -> Tokenizer:
     return load_tokenizer(ModelFiles("m", samples.folder(path, samples.byte_level(), **files), "hf"))
 
 
-def test_a_template_sees_the_special_tokens_of_its_model(tmp_path: Path) -> None:
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
-    template = load_template(model(tmp_path, tokenizer_config=config))
-    assert template is not None and template.render([chat_samples.USER]) == "<s></s>"
-
-
 def test_tools_select_the_template_made_for_them(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = load_template(model(tmp_path, tokenizer_config={"chat_template": named}))
@@ -216,13 +203,6 @@ def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp
 def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
     with pytest.raises(InvalidRequest, match="only for special uses .rag."):
         ChatTemplate({"rag": "x"}).render([chat_samples.USER])
-
-
-def test_threads_may_render_at_once() -> None:
-    template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
-    chats = [[{"role": "user", "content": str(number)}] for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(template.render, chats)) == [str(number) * 2000 for number in range(8)]
 
 
 @pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelError, ModelFiles, ModelNotFound, ModelRefused
+from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
@@ -187,7 +187,3 @@ def test_the_text_room_needs_neither_torch_nor_transformers_nor_numpy() -> None:
         "print(*({'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert printed(code) == ""
-
-
-def test_every_error_of_loading_is_a_model_error() -> None:
-    assert issubclass(ModelRefused, ModelError)

@@ -66,11 +66,6 @@ def test_a_message_that_goes_on_is_read_from_its_beginning(
         assert found == thinking.Thinking(marks, is_open, is_over)
 
 
-def test_a_grammar_is_for_calls_or_for_an_answer() -> None:
-    with pytest.raises(AssertionError):
-        grammar({})
-
-
 @pytest.mark.parametrize("regex", [".+", r"[^\n]{3,40}", ".{1,100}"])
 def test_an_answer_of_any_text_begins_behind_the_reasoning(regex: str) -> None:
     """Where a mark is text, a wide pattern would take it, and the answer behind it could be empty."""

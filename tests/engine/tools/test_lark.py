@@ -3,7 +3,6 @@
 Marks are tried both ways: as special tokens of the model, and as plain text.
 """
 
-import itertools
 import json
 from typing import Any
 
@@ -18,7 +17,7 @@ from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
 from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, ids_of, lark_matcher, read
+from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, ids_of, lark_matcher, read
 from tests.support.tool_samples import verdict as follow
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
@@ -165,10 +164,3 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
         arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
         assert verdict(False, held, call) == "accepted"
-
-
-def test_a_hundred_functions_make_one_grammar() -> None:
-    functions = [WEATHER._replace(name=f"f{number}") for number in range(127)] + [CLOCK]
-    for (name, form), must in itertools.product(FORMATS.items(), (True, False)):
-        held = lark(False, Calls(form, functions, must, True))
-        assert verdict(False, held, CALL[name].replace("weather", "f77")) == "accepted"
