@@ -106,41 +106,6 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
     assert has_both or num_promised > (0.7 * num_found if world.executor.info.hits_at_ends else 0)
 
 
-def test_checkpoints_of_the_host_are_reported_when_all_their_pages_are_there_and_no_longer() -> None:
-    world = World(num_blocks=40, groups=(GroupInfo(), GroupInfo("state", pages=3)), host_slots=90)
-    pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
-    log = CacheLog(
-        {name: UsableKeys(pool, world.scheduler.kv) for name, pool in pools.items()}, world.scheduler.kv.keys
-    )
-    log.watch(True)
-    known: dict[str, set[bytes]] = {"device": set(), "host": set()}
-
-    def blocks_of(tier: str, message: Submit) -> int:
-        for name in known:
-            apply(known[name], updates, name)
-        return promised(message, known[tier], world.executor.info)[1]
-
-    first = submit("first", list(range(21)), max_tokens=1)
-    world.submit(first)
-    world.run()
-    updates = log.updates()
-    assert blocks_of("device", first) == 5
-    world.settle()
-    updates = log.updates()
-    assert blocks_of("host", first) == 5 and len(known["host"]) == 2, "at the third block, and at the prompt's last one"
-    for number in range(6):
-        world.submit(submit(f"other{number}", [30 + number] * 21, max_tokens=1))
-        world.settle()
-    updates = log.updates()
-    assert blocks_of("device", first) == 0 and blocks_of("host", first) == 5
-    for number in range(6, 20):
-        world.submit(submit(f"other{number}", [30 + number] * 21, max_tokens=1))
-        world.settle()
-    updates = log.updates()
-    assert blocks_of("host", first) == 0
-    world.executor.close()
-
-
 def test_nothing_is_kept_while_nobody_watches() -> None:
     pool = BlockPool(8)
     log = CacheLog({"device": pool}, PageKeys((GroupInfo(),), 16, makes_keys=True))

@@ -161,18 +161,6 @@ def test_a_failure_of_one_row_ends_that_request_alone(error: str, is_refusal: bo
     assert len(world.tokens("a")) == len(world.tokens("c")) == 6
 
 
-def test_prompt_logprobs_cover_the_prompt_across_chunks_and_skip_the_cache() -> None:
-    world = World(max_num_batched_tokens=7)
-    sampling = Sampling(temperature=0.0, prompt_logprobs=1, logprobs=2)
-    for name in "ab":
-        world.submit(submit(name, list(range(20)), max_tokens=2, sampling=sampling))
-        world.run()
-        first = world.outputs[name][0]
-        assert first.num_cached_tokens == 0
-        assert [entry.ids[0] for entry in first.prompt_logprobs or ()] == list(range(1, 20))
-        assert [len(output.logprobs or ()) for output in world.outputs[name]] == [1, 1]
-
-
 def test_a_length_of_nothing_ends_where_the_prompt_does() -> None:
     world = World(max_num_batched_tokens=7, max_in_flight=2)
     sampling = Sampling(temperature=0.0, prompt_logprobs=1)
@@ -214,19 +202,3 @@ def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_
     world.scheduler._preempt(next(iter(world.scheduler.running)))
     world.step()
     assert len(expected) == 15 and found == expected
-
-
-def test_every_request_finishes_within_a_bounded_wait() -> None:
-    world = World(num_blocks=40, max_num_seqs=4, max_in_flight=2)
-    finished_at: dict[str, float] = {}
-    for number in range(60):
-        world.submit(submit(f"r{number}", [number % 50] * 10, max_tokens=20))
-    while world.scheduler.has_work():
-        world.step()
-        for name, outputs in world.outputs.items():
-            if outputs and outputs[-1].finish_reason and name not in finished_at:
-                finished_at[name] = world.now_s
-    # 60 equal requests, four at a time: the n-th may not wait beyond four times its fair share.
-    fair = max(finished_at.values()) / 60
-    for number in range(60):
-        assert finished_at[f"r{number}"] <= 4 * fair * (number + 4)

@@ -144,11 +144,6 @@ def prefix_caching(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
 
 
-def embeddings(llm: LLM) -> None:
-    (output,) = llm.embed(PROMPTS[0], use_tqdm=False)
-    assert output.finished and len(output.outputs.embedding) == 4
-
-
 def progress(llm: LLM) -> None:
     bars: list[Any] = []
 
@@ -176,7 +171,7 @@ def penalties(llm: LLM) -> None:
 
 SCRIPTS = (
     *(basic, single_prompt, token_ids, dictionaries, several_choices, log_probabilities, chat),
-    *(defaults, own_template, structured, prefix_caching, embeddings, progress, penalties),
+    *(defaults, own_template, structured, prefix_caching, progress, penalties),
 )
 
 
@@ -231,15 +226,6 @@ def test_a_deleted_model_is_gone(folder: Path) -> None:
     del llm
     gc.collect()
     assert core() is None
-
-
-def test_refused_arguments_leave_nothing_to_complain_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    complaints: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", complaints.append)
-    with pytest.raises(TypeError, match="positional"):
-        LLM("a", "b")  # type: ignore[call-arg, arg-type]
-    gc.collect()
-    assert complaints == []
 
 
 def test_parameters_changed_later_do_not_reach_requests_that_ran(llm: LLM) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.prove.http_client import Target
-from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, speak_openai
+from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion
 
 
 def saying(data: bytes, close: bool = False) -> Answer:
@@ -45,15 +45,6 @@ async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
         for _ in range(len(data) - 1):
             assert (await complete(endpoint)).text == " t0 t1"
         assert endpoint.num_connections == 1
-
-
-async def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> None:
-    async with Endpoint(speak_openai) as endpoint:
-        for _ in range(3):
-            await complete(endpoint)
-        assert endpoint.num_connections == 1
-        await asyncio.gather(*[complete(endpoint) for _ in range(4)])
-        assert endpoint.num_connections == 4
 
 
 async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:

@@ -102,15 +102,6 @@ def test_min_tokens_holds_an_end_back_while_the_grammar_can_go_on_and_no_longer(
     assert text_of(world.tokens("c")) == "k" and world.last("c").finish_reason == "stop"
 
 
-def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> None:
-    world = Core()
-    world.submit(submit("a", [1, 2], LETTERS, 7))
-    world.submit(submit("b", [1, 2], LETTERS, 40, sampling=Sampling(temperature=0.0, stop_ids=tuple(range(97, 123)))))
-    world.run()
-    assert (len(world.tokens("a")), world.last("a").finish_reason) == (7, "length")
-    assert len(world.tokens("b")) == 1 and world.last("b").stop_token == world.tokens("b")[0]
-
-
 def gated_core() -> tuple[threading.Event, Core]:
     """Return a core that compiles no grammar before the event is set."""
     gate = threading.Event()
@@ -180,28 +171,24 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
     assert world.last("good").finish_reason == "stop"
 
 
-def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    world = Core(compiler=Compiler(Mock(side_effect=OSError("no such file"))))
+class Panic(BaseException):
+    """What a panic of Rust's is in Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), Panic("index out of bounds")], ids=repr)
+def test_a_vocabulary_or_a_library_that_breaks_fails_constrained_requests_and_no_others(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = vocabulary
+    if isinstance(error, Panic):
+        monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=error))
+    else:
+        load = Mock(side_effect=error)
+    world = Core(compiler=Compiler(load))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
     world.run()
-    assert "OSError: no such file" in str(world.last("a").error)
-    assert world.last("b").finish_reason == "length"
-
-
-def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        """What a panic of Rust's is in Python: no Exception."""
-
-    monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=Panic("index out of bounds")))
-    world = Core(compiler=Compiler(vocabulary))
-    world.submit(submit("a", [1], DIGITS))
-    world.submit(submit("b", [1], None, 3))
-    for _ in range(2000):
-        world.step()
-        if not world.core.has_work():
-            break
-    assert "Panic: index out of bounds" in str(world.last("a").error)
+    assert f"{type(error).__name__}: {error}" in str(world.last("a").error)
     assert world.last("b").finish_reason == "length"
 
 

@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,6 +18,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
+from tests.support.programs import Program
 from tests.support.refusals import hardest, table
 from tests.support.running_server import running, until
 
@@ -49,24 +47,21 @@ sys.exit(uvloop.run(main()))
 BACKGROUND = ("bash", "-c", "trap '' INT; exec \"$@\"", "bash")
 
 
-class Process:
+class Process(Program):
     def __init__(self, drain_timeout_s: float, before: Sequence[str]) -> None:
-        self.popen = subprocess.Popen(
-            [*before, sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
-        )
-        assert self.popen.stdout is not None
-        self.url = self.popen.stdout.readline().strip()
+        super().__init__("-c", PROGRAM, str(drain_timeout_s), before=before)
+        self.url = self.line("http")
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def signal(self, number: int) -> None:
-        self.popen.send_signal(number)
+        self.process.send_signal(number)
 
     def exit_code(self) -> int:
-        return self.popen.wait(60)
+        return self.process.wait(60)
+
+    def log(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
 
 class Stream(threading.Thread):
@@ -105,11 +100,8 @@ def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterat
         yield started
     finally:
         started.http.close()
-        started.popen.kill()
-        started.popen.wait()
-        for pipe in (started.popen.stdout, started.popen.stderr):
-            assert pipe is not None
-            pipe.close()
+        started.process.kill()
+        started.end()
 
 
 def text(events: list[str]) -> str:
@@ -158,8 +150,7 @@ def test_a_second_signal_does_not_wait_and_the_log_has_a_line_per_request_withou
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
         assert stream.finish()[-1] == "cut off"
-        assert server.popen.stderr is not None
-        log = server.popen.stderr.read()
+        log = server.log()
     assert "canary" not in log
     assert "/v1/completions 200" in log and "client_id=mine-7" in log
     assert "unmatched 404" in log

@@ -169,31 +169,6 @@ def test_many_optional_tools_are_served_whatever_their_grammar(
         assert roomy.chat(**asked).status_code == 400
 
 
-def test_gpt_oss_is_held_to_a_call_and_shown_its_history_by_its_template(servers: dict[str, Running]) -> None:
-    server = servers["harmony"]
-    server.engine.reply = (
-        "<|channel|>analysis<|message|>Ulm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-        '<|constrain|>json<|message|>{"city": "Ulm"}'
-    )
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    history = [
-        *MESSAGES,
-        {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    with server.openai() as openai_client:
-        asked = {"model": MODEL, "messages": history, "tools": TOOLS, "tool_choice": "required"}
-        message = openai_client.chat.completions.create(**asked).choices[0].message
-    assert message.tool_calls[0].function.name == "weather"
-    grammar = grammar_of(server) or ""
-    assert "functions.weather" in grammar and "final" not in grammar
-    assert server.prompt.endswith(
-        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
-        '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>'
-        "<|start|>tool<|message|>rain<|end|><|start|>assistant"
-    )
-
-
 # Reasoning.
 
 

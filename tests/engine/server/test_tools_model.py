@@ -45,27 +45,3 @@ def test_required_calls_parse_and_validate_at_a_high_temperature(client: Any) ->
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         (call,) = choice.message.tool_calls
         check([(call.function.name, call.function.arguments)])
-
-
-@pytest.mark.slow
-def test_a_named_function_is_the_one_that_is_called_streamed_too(client: Any) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=MESSAGES,
-        tools=TOOLS,
-        tool_choice={"type": "function", "function": {"name": "pick"}},
-        temperature=1.5,
-        seed=3,
-        max_tokens=200,
-        stream=True,
-    )
-    names, arguments, content, reason = [], "", "", None
-    for event in stream:
-        choice = event.choices[0]
-        content += choice.delta.content or ""
-        reason = choice.finish_reason or reason
-        for call in choice.delta.tool_calls or []:
-            names += [call.function.name] if call.function.name else []
-            arguments += call.function.arguments
-    assert (names, content, reason) == (["pick"], "", "tool_calls")
-    check([("pick", arguments)])

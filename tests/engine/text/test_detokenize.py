@@ -93,16 +93,6 @@ def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt
     assert detokenizer.stream(keep_leading_space=True).push(ids) == " hello world"
 
 
-def test_the_bytes_of_single_tokens_are_those_of_the_text() -> None:
-    for make in (samples.byte_level, lambda: samples.sentencepiece(prefix=False)):
-        tokenizer = make()
-        detokenizer = Detokenizer(tokenizer, frozenset())
-        for text in samples.texts(200):
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if "▁" not in text:  # SentencePiece's own mark for a space cannot be distinguished from one
-                assert b"".join(map(detokenizer.token_bytes, ids)) == text.encode()
-
-
 def test_an_id_that_the_vocabulary_lacks_has_no_bytes() -> None:
     assert Detokenizer(samples.sentencepiece(), frozenset()).token_bytes(1 << 20) == b""
     assert Detokenizer(samples.byte_level(), frozenset()).token_bytes(1 << 20) == b""

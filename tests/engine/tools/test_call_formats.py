@@ -48,19 +48,6 @@ def called(found: list[tuple[str, str]]) -> list[Call]:
     return [(name, json.loads(arguments)) for name, arguments in found]
 
 
-@BY_FORMAT
-@CERTAIN
-def test_calls_are_read_as_templates_write_them(name: str, certain: bool) -> None:
-    text = WRITERS[name](SAMPLE)
-    for before, after, content in (
-        ("", "", ""),
-        ("One moment.\n\n", "\n", "One moment."),
-        ("", "\n\nDone.", "\n\nDone."),
-    ):
-        _, rest, found = read([before + text + after], calls_for(name), certain=certain)
-        assert (called(found), rest.strip()) == (SAMPLE, content.strip())
-
-
 @pytest.mark.parametrize("name", hardest(WRITERS, *KINDS))
 @CERTAIN
 def test_every_cut_gives_the_same(name: str, certain: bool) -> None:

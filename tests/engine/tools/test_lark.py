@@ -14,7 +14,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.server.agents.custom_tools import as_function
 from penstock.engine.server.agents.items_schema import CustomTool, GrammarFormat
 from penstock.engine.text.tools.formats import Calls, ToolSpec
-from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, ids_of, lark_matcher, read
@@ -129,11 +129,6 @@ def test_optional_calls_beside_a_wanted_form_are_calls_or_that_form(name: str, s
     held = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
     assert verdict(special, held, CALL[name]) == verdict(special, held, "yes") == "accepted"
     assert verdict(special, held, "may") == ""
-
-
-def test_the_marks_of_mistral_s_reasoning_work_alike() -> None:
-    held = lark(False, calls_of("mistral", must=True), None, Thinking(MISTRAL))
-    assert verdict(False, held, "[THINK]Hm.[/THINK]" + CALL["mistral"]) == "accepted"
 
 
 def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
