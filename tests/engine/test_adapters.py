@@ -8,7 +8,6 @@ import pytest
 from penstock import LoRARequest, SamplingParams
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.messages import CacheUpdate
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.support.core_rig import CoreRig
@@ -66,34 +65,6 @@ def test_requests_never_read_blocks_of_other_adapters_or_weights(tmp_path: Path,
             rig.run()
             for index, key in enumerate(keys):
                 assert rig.tokens(str(index)) == alone(key, weights) and rig.num_cached(str(index)) == num_cached
-
-
-def test_events_name_different_blocks_for_the_same_prompt(tmp_path: Path) -> None:
-    rig = Rig()
-    (key,) = rig.load(tmp_path)
-    rig.core.cache_log.watch(True)
-    stored: list[set[bytes]] = []
-    rig.core.cache_log.updates()
-    for adapter in (None, key):
-        rig.ask(str(adapter), adapter)
-        rig.run()
-        updates: list[CacheUpdate] = rig.core.cache_log.updates()
-        stored.append({each.stored[at : at + 8] for each in updates for at in range(0, len(each.stored), 8)})
-    assert len(stored[0]) == len(stored[1]) >= 10 and not stored[0] & stored[1]
-
-
-def test_other_weights_under_the_same_path_find_none_of_the_old_blocks(tmp_path: Path) -> None:
-    rig = Rig()
-    path = Path(content_folder(tmp_path, "a"))
-    before = rig.core.load_adapter(str(path)).key
-    rig.ask("before", before)
-    rig.run()
-    rig.core.unload_adapter(before)
-    (path / "adapter_config.json").write_text("other weights")
-    after = rig.core.load_adapter(str(path)).key
-    rig.ask("after", after)
-    rig.run()
-    assert rig.num_cached("after") == 0 and rig.tokens("after") != rig.tokens("before")
 
 
 def test_an_adapter_that_is_unloaded_goes_with_the_last_request_that_has_it(tmp_path: Path) -> None:

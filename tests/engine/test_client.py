@@ -11,15 +11,14 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from penstock.engine.config import ConfigError, SchedulerConfig
-from penstock.engine.front import adapter_files
+from penstock.engine.front import adapter_files, liveness
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
-from penstock.engine.front.liveness import SILENCE_S
 from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
@@ -76,15 +75,6 @@ async def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own(e
     again = await read(engine.generate(prompt, params))
     assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in choices.items()}
     assert len(engine.answers) == 0
-
-
-async def test_what_cannot_run_is_refused_before_it_reaches_the_core(engine: AsyncEngine) -> None:
-    for prompt in ([], [50], [-1], [2**70], [cast(int, 1.5)]):
-        with pytest.raises(InvalidRequest, match="prompt"):
-            engine.generate(prompt, GREEDY)
-    with pytest.raises(InvalidRequest, match="at most 999999 can be given"):
-        engine.generate([1] * 1_000_000, GREEDY)
-    assert len(engine.answers) == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
 
 
 async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended(engine: AsyncEngine) -> None:
@@ -161,10 +151,13 @@ async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
     assert threads and threading.main_thread() not in threads
 
 
-async def test_a_stopped_core_fails_the_health_check_and_comes_back(engine: AsyncEngine) -> None:
+async def test_a_stopped_core_fails_the_health_check_and_comes_back(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await comes_true(lambda: engine.health().ready)  # once the messages that came between two tests are read
+    monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
     os.kill(pid_of(engine), signal.SIGSTOP)
-    await comes_true(lambda: not engine.health().alive, SILENCE_S + 60)
+    await comes_true(lambda: not engine.health().alive)
     assert "silent" in engine.health().reason
     os.kill(pid_of(engine), signal.SIGCONT)
     await comes_true(lambda: engine.health().alive)

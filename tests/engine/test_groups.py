@@ -74,13 +74,6 @@ def test_a_prefix_is_found_up_to_the_last_checkpoint_and_computed_from_there() -
     assert world.cached("f", list(range(28))) == 24, "the last token needs the state before it"
 
 
-def test_an_answer_leaves_checkpoints_too() -> None:
-    world = World(groups=(FULL, STATE), max_in_flight=3)
-    prompt = list(range(10))
-    assert world.cached("a", prompt, max_tokens=40) == 0
-    assert world.cached("b", [*prompt, *world.tokens("a"), 1]) == 48
-
-
 def test_a_state_is_never_written_where_others_read_it() -> None:
     """Requests that begin with one checkpoint, side by side."""
     world = World(groups=(FULL, STATE), max_num_batched_tokens=64, max_in_flight=1)
@@ -129,23 +122,6 @@ def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engi
     world.executor.close()
 
 
-def test_a_checkpoint_that_is_lost_between_match_and_use_is_computed_again() -> None:
-    """The store has said that it has the prefix, and then lacks one of the state's pages."""
-    prompt, store = list(range(21)), FlakyStore()
-    world = World(num_blocks=40, host_slots=400, store=store, groups=(FULL, STATE))
-    world.cached("cold", prompt)
-    expected = world.tokens("cold")
-    world.settle()
-    world.executor.close()
-    key = key_of(world, submit("", prompt).tokens, 4, group=0)
-    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=(FULL, STATE))
-    world.settle()
-    del store.data[page_key(key, 1, 2)]
-    assert world.cached("warm", prompt) == 0, "the blocks have come, and are of no use without a state"
-    assert world.tokens("warm") == expected
-    world.executor.close()
-
-
 def key_of(world: World, tokens: bytes, block: int, group: int) -> bytes:
     keys = block_keys(tokens, BLOCK_SIZE, root=namespace_root(model=world.executor.info.fingerprint))
     return page_key(keys[block], group) if group else keys[block]
@@ -180,12 +156,12 @@ SHAPES: list[tuple[GroupInfo, ...]] = [
 def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(seeds: range, has_drafts: bool) -> None:
     wanted = {"preempted": 51, "aborted": 51, "hits": 251, "finished": 501, "accepted": 101 * has_drafts}
     assert_reached(
-        (storm(seed, 300, has_drafts, SHAPES[seed % len(SHAPES)]) for seed in seeds), wanted, len(seeds) / 24
+        (storm(seed, 200, has_drafts, SHAPES[seed % len(SHAPES)]) for seed in seeds), wanted, len(seeds) / 24
     )
 
 
 @pytest.mark.timeout(900)
-@some_worlds(6, 48, thousands=2000)
+@some_worlds(4, 48, thousands=2000)
 def test_random_worlds_of_several_groups_with_failing_tiers(seeds: range) -> None:
     runs = (tier_storm(seed, 250, seed % 3 == 0, SHAPES[seed % len(SHAPES)]) for seed in seeds)
     names = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.engine.front.liveness import RUNAWAY_S, SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
+from tests.support.programs import Program
 
 
 class Rig:
@@ -76,13 +75,14 @@ def test_the_delay_of_the_server_itself_is_not_the_cores_silence() -> None:
 
 
 @contextmanager
-def program(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"on\n"
-            yield process
-        finally:
-            process.kill()
+def program(code: str) -> Iterator[int]:
+    started = Program("-c", code)
+    try:
+        started.line("on")
+        yield started.process.pid
+    finally:
+        started.process.kill()
+        started.end()
 
 
 def seen(pid: int, state: str) -> ProcessLook:
@@ -97,12 +97,12 @@ def seen(pid: int, state: str) -> ProcessLook:
 
 def test_real_processes_are_seen_as_they_are() -> None:
     with program("print('on', flush=True)\nwhile True: pass") as busy:
-        first = seen(busy.pid, "R")
+        first = seen(busy, "R")
         assert first.is_runnable
-        while seen(busy.pid, "R").cpu_s < first.cpu_s + 0.05:
+        while seen(busy, "R").cpu_s < first.cpu_s + 0.05:
             time.sleep(0.01)
-        os.kill(busy.pid, signal.SIGSTOP)
-        assert not seen(busy.pid, "T").is_runnable
+        os.kill(busy, signal.SIGSTOP)
+        assert not seen(busy, "T").is_runnable
     with program("import time; print('on', flush=True); time.sleep(600)") as asleep:
-        assert not seen(asleep.pid, "S").is_runnable
-    assert look_at(asleep.pid) is None
+        assert not seen(asleep, "S").is_runnable
+    assert look_at(asleep) is None

@@ -161,20 +161,6 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
     assert pool.num_free == pool.num_usable
 
 
-def test_a_refused_update_changes_nothing(tmp_path: Path) -> None:
-    rig = Rig()
-    (tmp_path / "none").mkdir()
-    rig.ask("a")
-    rig.step(3)
-    rig.keep(*rig.pauses.drain())
-    state, cached = rig.pauses.state, rig.core.scheduler.pool.cached_keys()
-    with pytest.raises(WeightsError, match="no weights"):
-        rig.pauses.update_weights(str(tmp_path / "none"))
-    assert rig.pauses.state == state and rig.core.scheduler.pool.cached_keys() == cached
-    rig.run()
-    assert rig.tokens("a") == fresh(None, PROMPT, 12) and set(rig.versions("a")) == {0}
-
-
 def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
     for mode in ("keep", "abort", "wait"):
         rig = Rig()

@@ -73,13 +73,6 @@ def test_what_one_engine_has_computed_the_other_reads() -> None:
         assert server is not None and server.stats()["blocks"] == 5, "what was read once is here"
 
 
-def test_a_salt_keeps_its_blocks_to_itself_over_the_network_too() -> None:
-    with worlds({}, {}) as (a, b):
-        a.cached("cold", PROMPT, cache_salt="a")
-        heard(b, 5)
-        assert b.cached("other", PROMPT, cache_salt="b") == 0 and b.cached("same", PROMPT, cache_salt="a") == 19
-
-
 def test_blocks_on_a_peers_disk_are_read_like_those_in_its_memory() -> None:
     with worlds({"num_blocks": 17, "host_slots": 8, "store": FlakyStore()}, {}) as (a, b):
         a.cached("cold", PROMPT)
@@ -141,20 +134,6 @@ def test_nobody_waits_for_a_peer_that_is_gone() -> None:
         b.settle()
         assert b.outputs["waits"][0].num_cached_tokens == 0
         assert b.cached("later", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
-
-
-def test_an_abort_while_waiting_leaks_nothing() -> None:
-    with worlds({}, {}) as (a, b):
-        a.cached("half", PROMPT[:12])
-        heard(b, 3)
-        for steps in range(6):
-            b.submit(submit(f"gone{steps}", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
-            for _ in range(steps):
-                b.step()
-            b.abort(f"gone{steps}")
-            b.settle()
-        index = b.tiers.index
-        assert index.host.num_free == index.host.num_usable and b.scheduler.pool.num_free == b.scheduler.pool.num_usable
 
 
 def test_after_a_reset_nothing_from_before_is_given_to_peers() -> None:

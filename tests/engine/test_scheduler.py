@@ -1,6 +1,5 @@
 """The scheduler over the oracle executor: exact plans for the rules, random worlds for everything else."""
 
-import numpy as np
 import pytest
 
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step
@@ -130,14 +129,6 @@ def test_the_context_length_ends_a_request_that_asks_for_more() -> None:
     assert len(world.tokens("a")) == 4 and world.last("a").finish_reason == "length"
 
 
-def test_another_salt_or_adapter_never_shares_a_block() -> None:
-    world = World(max_num_batched_tokens=64)
-    prompt = list(range(20))
-    for number, (salt, adapter) in enumerate([(None, None), ("", None), ("s", None), (None, "s"), ("s", "s")]):
-        assert world.cached(f"r{number}", prompt, cache_salt=salt, adapter=adapter) == 0
-    assert world.cached("again", prompt, cache_salt="s") == 19
-
-
 @pytest.mark.parametrize(("error", "is_refusal"), [(NOTHING_LEFT, True), ("the logits are not finite", False)])
 def test_a_failure_of_one_row_ends_that_request_alone(error: str, is_refusal: bool) -> None:
     world = World(max_in_flight=1, max_num_batched_tokens=64)
@@ -152,18 +143,6 @@ def test_a_failure_of_one_row_ends_that_request_alone(error: str, is_refusal: bo
     assert world.last("b").is_refusal == is_refusal
     world.run()
     assert len(world.tokens("a")) == len(world.tokens("c")) == 6
-
-
-def test_prompt_logprobs_cover_the_prompt_across_chunks_and_skip_the_cache() -> None:
-    world = World(max_num_batched_tokens=7)
-    sampling = Sampling(temperature=0.0, prompt_logprobs=1, logprobs=2)
-    for name in "ab":
-        world.submit(submit(name, list(range(20)), max_tokens=2, sampling=sampling))
-        world.run()
-        first = world.outputs[name][0]
-        assert first.num_cached_tokens == 0
-        assert [entry.ids[0] for entry in first.prompt_logprobs or ()] == list(range(1, 20))
-        assert [len(output.logprobs or ()) for output in world.outputs[name]] == [1, 1]
 
 
 def test_a_length_of_nothing_ends_where_the_prompt_does() -> None:
@@ -207,24 +186,3 @@ def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_
     world.scheduler._preempt(next(iter(world.scheduler.running)))
     world.step()
     assert len(expected) == 15 and found == expected
-
-
-def test_every_request_finishes_within_a_bounded_wait() -> None:
-    world = World(num_blocks=40, max_num_seqs=4, max_in_flight=2)
-    finished_at: dict[str, float] = {}
-    for number in range(60):
-        world.submit(submit(f"r{number}", [number % 50] * 10, max_tokens=20))
-    while world.scheduler.has_work():
-        world.step()
-        for name, outputs in world.outputs.items():
-            if outputs and outputs[-1].finish_reason and name not in finished_at:
-                finished_at[name] = world.now_s
-    # 60 equal requests, four at a time: the n-th may not wait beyond four times its fair share.
-    fair = max(finished_at.values()) / 60
-    for number in range(60):
-        assert finished_at[f"r{number}"] <= 4 * fair * (number + 4)
-
-
-def test_tokens_survive_the_wire() -> None:
-    message = submit("a", [0, 1, 49])
-    assert np.frombuffer(message.tokens, "<i4").tolist() == [0, 1, 49]

@@ -80,12 +80,6 @@ def dictionaries(llm: LLM) -> None:
     assert len(llm.generate([TextPrompt(prompt="a"), TextPrompt(prompt="b")])) == 2
 
 
-def parameters_for_each(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=number, ignore_eos=True) for number in (1, 2, 3)]
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3]
-
-
 def several_choices(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, top_k=40, min_p=0.0, seed=1, max_tokens=4)
     (output,) = llm.generate(PROMPTS[0], params)
@@ -103,14 +97,6 @@ def log_probabilities(llm: LLM) -> None:
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     scored = llm.generate(PROMPTS[0], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
     assert scored.prompt_logprobs == output.prompt_logprobs and scored.outputs[0].token_ids == []
-
-
-def stops(llm: LLM) -> None:
-    params = SamplingParams(
-        stop=["\n\n", "###"], stop_token_ids=[0, 1], include_stop_str_in_output=True, max_tokens=500
-    )
-    for output in llm.generate(PROMPTS, params):
-        assert output.outputs[0].finish_reason in ("stop", "length") or output.outputs[0].stop_reason is not None
 
 
 def chat(llm: LLM) -> None:
@@ -158,11 +144,6 @@ def prefix_caching(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
 
 
-def embeddings(llm: LLM) -> None:
-    (output,) = llm.embed(PROMPTS[0], use_tqdm=False)
-    assert output.finished and len(output.outputs.embedding) == 4
-
-
 def progress(llm: LLM) -> None:
     bars: list[Any] = []
 
@@ -188,14 +169,9 @@ def penalties(llm: LLM) -> None:
     assert set(llm.generate(PROMPTS[0], params)[0].outputs[0].text) <= set("ABC")
 
 
-def timings(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
-    assert output.metrics.finished_s is not None and llm.get_metrics()["num_steps"] > 0
-
-
 SCRIPTS = (
-    *(basic, single_prompt, token_ids, dictionaries, parameters_for_each, several_choices, log_probabilities, stops),
-    *(chat, defaults, own_template, structured, prefix_caching, embeddings, progress, penalties, timings),
+    *(basic, single_prompt, token_ids, dictionaries, several_choices, log_probabilities, chat),
+    *(defaults, own_template, structured, prefix_caching, progress, penalties),
 )
 
 
@@ -250,15 +226,6 @@ def test_a_deleted_model_is_gone(folder: Path) -> None:
     del llm
     gc.collect()
     assert core() is None
-
-
-def test_refused_arguments_leave_nothing_to_complain_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    complaints: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", complaints.append)
-    with pytest.raises(TypeError, match="positional"):
-        LLM("a", "b")  # type: ignore[call-arg, arg-type]
-    gc.collect()
-    assert complaints == []
 
 
 def test_parameters_changed_later_do_not_reach_requests_that_ran(llm: LLM) -> None:

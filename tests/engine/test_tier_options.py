@@ -80,25 +80,9 @@ def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: 
         assert llm.info.memory["disk tier"] == 2**24
 
 
-def test_another_model_finds_nothing_on_the_same_disk(folder: Path, disk: str) -> None:
-    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB"}
-    with oracle(folder, **options) as llm:
-        tokens(llm)
-    with oracle(folder, seed=1, **options) as llm:
-        assert cached(llm)[0] == 0
-
-
 def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: str) -> None:
     with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB") as llm:
         assert llm.info.host_slots == 4096
-
-
-def test_a_reset_forgets_the_disk_too(folder: Path, disk: str) -> None:
-    with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB", kv_host_bytes="64KiB") as llm:
-        cached(llm)
-        llm._running().settle(60.0)  # a block in flight to the disk is in use
-        assert llm.reset_prefix_cache()
-        assert cached(llm)[0] == 0
 
 
 def parsed(*words: str) -> dict[str, Any]:
@@ -106,11 +90,6 @@ def parsed(*words: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     return given_options(parser.parse_args(words), EngineOptions)
-
-
-def test_the_command_line_has_the_same_options() -> None:
-    options = parsed("--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB")
-    assert options == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
 
 
 def test_ranks_on_several_hosts_cannot_be_peers(folder: Path) -> None:

@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import pytest
-
 from tests.support.page_browser import MARKS, Page, streamed, visit
 from tests.support.running_server import Running
 
@@ -54,23 +52,19 @@ def wider_than_the_screen(page: Page) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("view", ["chat", "watch"])
-def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running, view: str) -> None:
-    lightness = {}
-    for scheme in ("light", "dark"):
-        with visit(browser, f"{slow.url}/#{view}", color_scheme=scheme, viewport=TELEPHONE) as page:
-            page.wait_for_selector("#state .dot.good")
-            assert wider_than_the_screen(page) == []
-            paper, ink = page.evaluate(
-                "(style => [style.backgroundColor, style.color])(getComputedStyle(document.documentElement))"
-            )
-            lightness[scheme] = [sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 for colour in (paper, ink)]
-    assert lightness["light"][0] > 0.9 and lightness["light"][1] < 0.2
-    assert lightness["dark"][0] < 0.2 and lightness["dark"][1] > 0.8
-
-
-def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Running) -> None:
+def test_each_view_fits_a_telephone_in_both_colour_schemes_and_so_does_a_conversation_with_its_drawers(
+    browser: Any, slow: Running
+) -> None:
+    style = "(style => [style.backgroundColor, style.color])(getComputedStyle(document.documentElement))"
     with visit(browser, slow.url, viewport=TELEPHONE) as page:
+        page.wait_for_selector("#state .dot.good")
+        for view, scheme, is_dark in (("watch", "light", False), ("watch", "dark", True), ("chat", "dark", True)):
+            page.emulate_media(color_scheme=scheme)
+            page.click(f"a[href='#{view}']")
+            page.wait_for_selector(f"main#{view}")
+            assert wider_than_the_screen(page) == []
+            paper, ink = (sum(map(int, re.findall(r"\d+", each)[:3])) / 765 for each in page.evaluate(style))
+            assert (paper < 0.2 and ink > 0.8) if is_dark else (paper > 0.9 and ink < 0.2)
         page.answer_with(ANSWER)
         page.ask("wide " * 3 + "w" * 200)
         page.click("#talk summary")
@@ -83,17 +77,18 @@ def test_a_conversation_and_its_drawers_fit_a_telephone(browser: Any, slow: Runn
             assert page.evaluate("document.activeElement.id") == f"{drawer}-open"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running, scheme: str) -> None:
-    with visit(browser, slow.url, color_scheme=scheme) as page:
+def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url) as page:
         page.answer_with(ANSWER, streamed({"content": "half"}, finish=None))
         page.ask("abc")
         page.click("#talk summary")
         page.say("abc")
         page.wait_for_selector("#talk .error")
         page.click("#settings-open")
-        found = page.evaluate(CONTRASTS)
-        assert len(found) > 40 and [each for each in found if each[0] < 4.5] == []
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found = page.evaluate(CONTRASTS)
+            assert len(found) > 40 and [each for each in found if each[0] < 4.5] == [], scheme
 
 
 def test_everything_has_a_name_and_what_happens_is_announced(browser: Any, slow: Running) -> None:

@@ -9,8 +9,7 @@ import pytest
 from penstock.engine.messages import Stats
 from tests.support.default_model import default_model
 from tests.support.fake_engine import FakeEngine
-from tests.support.page_browser import MARKS, streamed, sync_api, visit
-from tests.support.refusals import hardest
+from tests.support.page_browser import MARKS, streamed, visit
 from tests.support.running_server import Running, running, until
 
 pytestmark = MARKS
@@ -42,47 +41,26 @@ def test_a_question_is_answered_with_its_counts_and_again_when_asked(browser: An
         assert page.locator("#talk li").count() == 0 and page.is_visible("#empty")
 
 
-@pytest.mark.parametrize("tools", hardest(["{broken", "null", "3"], "null"))
-def test_tools_that_are_no_list_are_said_beside_them_and_nothing_is_sent(
-    browser: Any, slow: Running, tools: str
+def test_an_answer_is_stopped_by_the_button_or_the_key_and_the_engine_stops_with_it(
+    browser: Any, slow: Running
 ) -> None:
     with visit(browser, slow.url) as page:
-        page.set_fields(tools=tools)
-        page.say("abc")
-        assert "This is not a list of tools" in page.evaluate("document.getElementById('tools').validationMessage")
-        assert page.locator("#talk li").count() == 0 and slow.engine.submitted == []
-        page.fill("#tools", "")  # the drawer is open
-        page.keyboard.press("Escape")
-        page.say("abc")
-        page.wait_for_selector("#talk li.assistant")
+        for num_stopped, way in enumerate(("button", "key"), 1):
+            page.say("abc")
+            page.begun()
+            if way == "button":
+                page.click("#stop")
+            else:
+                page.keyboard.press("Escape")
+            assert page.answer() and "stopped" in page.foot()
+            until(lambda: len(slow.engine.answers) == 0)
+            assert len(slow.engine.aborted) == num_stopped
+            assert page.is_visible("#send") and page.evaluate("document.activeElement.id") == "say"
+            page.click("#new")
 
 
-def test_the_settings_go_with_the_request_and_empty_ones_are_left_out(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
-        page.set_fields(temperature="0.5", top_p="0.9", top_k="7", max_tokens="3", seed="11", system="Be brief.")
-        page.ask("abc")
-    prompt, params, _ = slow.engine.submitted[0]
-    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.5, 0.9, 7, 3, 11)
-    assert params.min_p == 0.0
-    assert bytes(prompt).decode().startswith("system: Be brief.\nuser: abc\n")
-
-
-@pytest.mark.parametrize("how", ["button", "escape"])
-def test_an_answer_is_stopped_and_the_engine_stops_with_it(browser: Any, slow: Running, how: str) -> None:
-    with visit(browser, slow.url) as page:
-        page.say("abc")
-        page.begun()
-        if how == "button":
-            page.click("#stop")
-        else:
-            page.keyboard.press("Escape")
-        assert page.answer() and "stopped" in page.foot()
-        until(lambda: len(slow.engine.answers) == 0 and len(slow.engine.aborted) == 1)
-        assert page.is_visible("#send") and page.evaluate("document.activeElement.id") == "say"
-
-
-def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
+def test_an_answer_that_fails_keeps_what_came_and_says_why(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url, may_complain=True) as page:  # the browser notes every 4xx
         page.say("abc")
         page.begun()
         slow.engine.fail_next = "the grammar broke"
@@ -90,20 +68,14 @@ def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser: A
         assert "the grammar broke" in page.inner_text("#talk .error") and len(page.answer()) > 3
         slow.engine.fail_next = None
         assert page.inner_text("[data-does=again]") == "Try again"
-
-
-def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
-        page.answer_with(streamed({"content": "half an ans"}, finish=None))
-        assert page.ask("abc") == "half an ans" and page.inner_text("#talk .error") == "The answer broke off."
-
-
-def test_a_refusal_is_shown_in_the_server_s_words(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url, may_complain=True) as page:  # the browser notes every 4xx
+        page.click("#new")
         page.set_fields(max_tokens="3000000000")
-        page.say("abc")
+        page.say("refused")
         page.wait_for_selector("#talk .error")
         assert "max_tokens" in page.inner_text("#talk .error")
+        page.click("#new")
+        page.answer_with(streamed({"content": "half an ans"}, finish=None))
+        assert page.ask("abc") == "half an ans" and page.inner_text("#talk .error") == "The answer broke off."
 
 
 def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser: Any) -> None:
@@ -117,25 +89,27 @@ def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser: Any) -> N
         assert page.evaluate("window.broken") is None
 
 
-def test_a_policy_keeps_even_the_console_from_making_html_of_text(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url, may_complain=True) as page, pytest.raises(sync_api.Error, match="TrustedHTML"):
-        page.evaluate("document.body.innerHTML = '<b>x</b>'")
-
-
-def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser: Any) -> None:
+def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone_and_a_question_waits_for_it(
+    browser: Any,
+) -> None:
     with running(api_keys=("sk-right",)) as server, visit(browser, server.url, may_complain=True) as page:
         page.wait_for_selector("#key[open]")
         page.click("#key-cancel")
         page.wait_for("document.getElementById('state-text').textContent.includes('API key')")
-        page.click("#key-open")
+        page.say("abc")
+        page.wait_for_selector("#key[open]")
+        page.click("#key-cancel")
+        page.answer()
+        assert "needs an API key" in page.inner_text("#talk .error")
+        page.click("[data-does=again]")
         page.fill("#key-value", "sk-wrong")
         page.press("#key-value", "Enter")
         page.wait_for("document.getElementById('key-why').textContent.includes('refused')")
         page.fill("#key-value", "sk-right")
         page.press("#key-value", "Enter")
+        page.wait_for("document.querySelector('#talk .error') === null")
+        assert "user: abc" in page.answer() and page.turns()[0] == "abc"
         page.wait_for_selector("#model option", state="attached")
-        page.wait_for_selector("#key:not([open])", state="attached")
-        page.ask("abc")
         kept = page.evaluate("[sessionStorage.getItem('key'), JSON.stringify(localStorage), document.cookie]")
         assert kept[0] == "sk-right" and "user: abc" in kept[1] and "sk-right" not in kept[1] and kept[2] == ""
         page.click("#key-open")

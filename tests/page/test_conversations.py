@@ -32,7 +32,7 @@ def kept(page: Page) -> list[dict[str, Any]]:
 def test_a_reload_keeps_the_conversation_as_it_was_shown_and_the_others_with_it(browser: Any) -> None:
     engine = FakeEngine()
     engine.reply = MARKDOWN
-    with running(engine) as server, visit(browser, server.url) as page:
+    with running(engine) as server, visit(browser, server.url, may_complain=True) as page:
         page.ask("About bats")
         shown, figures = page.inner_html("#talk > li:last-child .text"), page.foot()
         page.click("#new")
@@ -44,29 +44,18 @@ def test_a_reload_keeps_the_conversation_as_it_was_shown_and_the_others_with_it(
         assert page.inner_html("#talk > li:last-child .text") == shown
         assert page.get_attribute(f"{TITLES} >> text=bats", "aria-current") == "true"
         page.ask("More")
-        assert titles(page) == ["About bats", "About cats"] and sorted(len(talk["turns"]) for talk in kept(page)) == [
-            2,
-            4,
-        ]
-
-
-def test_a_new_tab_starts_a_conversation_of_its_own(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url) as page:
-        page.answer_texts("one")
-        page.ask("abc")
+        assert titles(page) == ["About bats", "About cats"]
+        assert sorted(len(talk["turns"]) for talk in kept(page)) == [2, 4]
         other = page.context.new_page()
-        other.goto(slow.url)
-        assert other.is_visible("#empty") and titles(other) == ["abc"]
-
-
-def test_a_reload_in_the_middle_of_an_answer_keeps_what_had_come(browser: Any, slow: Running) -> None:
-    with visit(browser, slow.url, may_complain=True) as page:
-        page.say("abc")
+        other.goto(server.url)
+        assert other.is_visible("#empty") and titles(other) == ["About bats", "About cats"], "a new tab is empty"
+        engine.delay_s = 0.02
+        page.say("Much more")
         page.begun()
         page.reload()
-        assert page.turns()[0] == "abc" and page.turns()[1].startswith("user") and "left unfinished" in page.foot()
-        until(lambda: len(slow.engine.answers) == 0)
-        assert page.is_visible("[data-does=again]")
+        assert page.turns()[-2] == "Much more" and page.turns()[-1].startswith("Bats")
+        assert "left unfinished" in page.foot() and page.is_visible("#talk > li:last-child [data-does=again]")
+        until(lambda: len(engine.answers) == 0)
 
 
 def test_conversations_are_deleted_one_by_one_and_all_at_once_when_confirmed(browser: Any, slow: Running) -> None:
@@ -87,7 +76,10 @@ def test_conversations_are_deleted_one_by_one_and_all_at_once_when_confirmed(bro
         assert titles(page) == [] and kept(page) == [] and page.is_hidden("#past-clear")
 
 
-def test_the_newest_fifty_are_kept_and_no_more_text_than_there_is_room_for(browser: Any, slow: Running) -> None:
+def test_the_newest_fifty_are_kept_as_far_as_there_is_room_and_what_another_page_left_is_passed_over(
+    browser: Any, slow: Running
+) -> None:
+    broken = ["", "null", "[]", "{", '{"id": "x4"}', '{"id": "x5", "turns": [{"role": 1}]}', '{"turns": [null]}']
     fill = """([count, size]) => { for (let i = 0; i < count; i++) {
       const talk = { id: `t${i}`, at: i + 1, turns: [{ role: "user", content: `talk ${i} ` + "x".repeat(size) }] };
       localStorage.setItem(`penstock-chat:t${i}`, JSON.stringify(talk));
@@ -98,16 +90,12 @@ def test_the_newest_fifty_are_kept_and_no_more_text_than_there_is_room_for(brows
             page.answer_texts("done")
             page.ask("abc")
             assert len(kept(page)) == left and titles(page)[1].startswith(f"talk {count - 1} ")
-
-
-def test_what_another_page_left_under_these_keys_is_passed_over(browser: Any, slow: Running) -> None:
-    broken = ["", "null", "[]", "{", '{"id": "x4"}', '{"id": "x5", "turns": [{"role": 1}]}', '{"turns": [null]}']
-    with visit(browser, slow.url) as page:
-        page.evaluate("(all) => all.forEach((text, i) => localStorage.setItem(`penstock-chat:x${i}`, text))", broken)
-        page.evaluate("localStorage.setItem('penstock-settings', '{broken')")
-        page.reload()
-        page.answer_texts("done")
-        assert page.ask("abc") == "done" and titles(page) == ["abc"]
+            page.evaluate(
+                "(all) => all.forEach((text, i) => localStorage.setItem(`penstock-chat:x${i}`, text))", broken
+            )
+            page.evaluate("localStorage.setItem('penstock-settings', '{broken')")
+            page.reload()
+            assert len(titles(page)) == left and titles(page)[0] == "abc"
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(browser: Any, slow: Running) -> None:
@@ -139,22 +127,6 @@ def test_a_browser_that_allows_no_storage_has_a_chat_and_a_key_until_the_page_en
         assert titles(page) == ["def", "abc"]
         page.click(f"{TITLES} >> text=abc")
         assert page.turns() == ["abc", "one"]
-
-
-def test_a_question_waits_for_the_key_and_is_kept_when_none_is_given(browser: Any) -> None:
-    with running(api_keys=("sk-right",)) as server, visit(browser, server.url, may_complain=True) as page:
-        page.wait_for_selector("#key[open]")
-        page.click("#key-cancel")
-        page.say("abc")
-        page.wait_for_selector("#key[open]")
-        page.click("#key-cancel")
-        page.answer()
-        assert "needs an API key" in page.inner_text("#talk .error")
-        page.click("[data-does=again]")
-        page.fill("#key-value", "sk-right")
-        page.press("#key-value", "Enter")
-        page.wait_for("document.querySelector('#talk .error') === null")
-        assert "user: abc" in page.answer() and page.turns()[0] == "abc"
 
 
 def test_reasoning_and_calls_are_folded_and_results_go_back_to_the_model(browser: Any, slow: Running) -> None:
@@ -208,19 +180,21 @@ def test_the_server_takes_the_calls_and_results_that_the_page_sends(browser: Any
         assert bytes(engine.submitted[1][0]).decode().endswith("<tool_response>\nrain\n</tool_response>\n>")
 
 
-def test_settings_are_kept_and_tools_that_are_none_are_said(browser: Any, slow: Running) -> None:
+def test_settings_are_kept_and_go_with_the_request_but_for_tools_that_are_no_list(browser: Any, slow: Running) -> None:
+    fields = {"temperature": "0.5", "top_p": "0.9", "top_k": "7", "max_tokens": "3", "seed": "11"}
     with visit(browser, slow.url) as page:
-        page.set_fields(system="Be brief.", temperature="0.9", tools="{}")
+        page.set_fields(system="Be brief.", tools="null", **fields)
         page.reload()
-        asked = page.answer_texts("one")
         page.say("abc")
         assert "This is not a list of tools" in page.evaluate("document.getElementById('tools').validationMessage")
-        page.fill("#tools", "")
+        assert page.locator("#talk li").count() == 0 and slow.engine.submitted == []
+        page.fill("#tools", "")  # the drawer is open
         page.keyboard.press("Escape")
-        page.press("#say", "Enter")
-        page.answer()
-        assert asked[0]["messages"][0] == {"role": "system", "content": "Be brief."}
-        assert asked[0]["temperature"] == 0.9 and "tools" not in asked[0]
+        page.ask("abc")
+    prompt, params, _ = slow.engine.submitted[0]
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.5, 0.9, 7, 3, 11)
+    assert params.min_p == 0.0, "an empty field is left out"
+    assert bytes(prompt).decode().startswith("system: Be brief.\nuser: abc\n")
 
 
 def test_code_and_answers_are_copied_as_they_were_written(browser: Any, slow: Running) -> None:

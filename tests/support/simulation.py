@@ -288,9 +288,11 @@ def storm(
     return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts)
 
 
-def some_worlds(num_fast: int, num_all: int, thousands: int = 0) -> pytest.MarkDecorator:
-    """Run a test over the first random worlds, and over all of them in the slow suite; over thousands by that name."""
-    worlds = [range(num_fast), pytest.param(range(num_all), marks=pytest.mark.slow)]
+def some_worlds(fast: int | range, num_all: int, thousands: int = 0) -> pytest.MarkDecorator:
+    """Run a test over the first or some random worlds, and over all of them in the slow suite; over thousands by that
+    name."""
+    some = range(fast) if isinstance(fast, int) else fast
+    worlds = [some, pytest.param(range(num_all), marks=pytest.mark.slow)]
     if thousands:
         marks = pytest.mark.slow, pytest.mark.timeout(7200)
         worlds.append(pytest.param(range(10_000, 10_000 + thousands), marks=marks))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.prove.http_client import Target
-from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
+from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion
 
 
 def saying(data: bytes, close: bool = False) -> Answer:
@@ -45,24 +45,6 @@ async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
         for _ in range(len(data) - 1):
             assert (await complete(endpoint)).text == " t0 t1"
         assert endpoint.num_connections == 1
-
-
-async def test_the_request_arrives_as_it_was_built() -> None:
-    async with Endpoint(speak_openai) as endpoint:
-        await complete(endpoint)
-    (asked,) = endpoint.asked
-    assert (asked.method, asked.path, asked.json) == ("POST", "/v1/completions", {"max_tokens": 3})
-    assert asked.headers["X-Id"] == "7" and asked.headers["Content-Type"] == "application/json"
-    assert asked.headers["Host"].startswith("127.0.0.1:")
-
-
-async def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> None:
-    async with Endpoint(speak_openai) as endpoint:
-        for _ in range(3):
-            await complete(endpoint)
-        assert endpoint.num_connections == 1
-        await asyncio.gather(*[complete(endpoint) for _ in range(4)])
-        assert endpoint.num_connections == 4
 
 
 async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:
@@ -104,13 +86,6 @@ async def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection
         for _ in range(2):
             assert await endpoint.client.fetch("GET", "/x") == (200, b"ok")
         assert endpoint.num_connections == 2
-
-
-async def test_an_error_status_is_handed_on_with_its_body() -> None:
-    async with Endpoint(saying(plain(b"loading", "503 Service Unavailable"))) as endpoint:
-        assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
-        assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
-        assert endpoint.num_connections == 1
 
 
 def test_a_base_url_gives_host_port_and_prefix() -> None:

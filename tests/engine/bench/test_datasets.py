@@ -1,7 +1,9 @@
-"""The prompts of a benchmark."""
+"""The prompts of a benchmark, and when they are sent."""
 
 import argparse
 import json
+import math
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands.bench.datasets import DATASETS, DatasetOptions, PromptSource, Sample
+from penstock.engine.commands.bench.serving import arrival_times
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
 from tests.support.refusals import table
@@ -23,12 +26,6 @@ def samples(*options: str, count: int = 50, source: PromptSource = IDS, seed: in
     args.seed = seed
     chosen(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, source)
-
-
-def test_lengths_are_exact_without_a_range() -> None:
-    for sample in samples("--random-input-len", "70", "--random-output-len", "9"):
-        assert len(sample.prompt) == sample.prompt_len == 70
-        assert sample.output_len == 9
 
 
 def test_a_range_ratio_spreads_lengths_to_both_sides() -> None:
@@ -102,3 +99,24 @@ def test_a_file_that_cannot_be_used_is_named_with_the_place(
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
         samples("--dataset-name", name, "--dataset-path", str(path), count=count)
+
+
+def gaps(rate: float, count: int = 20_000) -> list[float]:
+    times = arrival_times(count, rate, random.Random(1))
+    return [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+
+
+def test_the_mean_rate_is_exact_and_time_never_goes_back() -> None:
+    times = arrival_times(500, 25.0, random.Random(3))
+    assert times[-1] == pytest.approx(20.0)
+    assert times == sorted(times) and times[0] > 0
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    beyond = sum(gap > 0.1 for gap in gaps(10.0)) / 20_000
+    assert beyond == pytest.approx(math.exp(-1), rel=0.05)
+
+
+def test_a_seed_gives_the_same_times_again() -> None:
+    assert arrival_times(9, 5, random.Random(7)) == arrival_times(9, 5, random.Random(7))
+    assert arrival_times(9, 5, random.Random(7)) != arrival_times(9, 5, random.Random(8))

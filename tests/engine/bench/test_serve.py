@@ -10,8 +10,7 @@ import pytest
 
 from penstock.engine.commands import bench
 from penstock.engine.commands.bench import serving
-from penstock.engine.commands.bench.report import serving_table, write_json
-from penstock.engine.commands.bench.serving import EncodedCall, drive
+from penstock.engine.commands.bench.report import serving_table
 from penstock.engine.config import ConfigError, chosen
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 from tests.support.refusals import cases, table
@@ -93,18 +92,6 @@ def test_no_more_requests_are_in_flight_than_allowed() -> None:
     assert endpoint.most_running == 6
 
 
-def test_calls_leave_in_the_order_and_not_before_their_times() -> None:
-    async def inside() -> list[float]:
-        async with Endpoint(speak_openai) as endpoint:
-            request = endpoint.client.target.request("POST", "/v1/completions", b'{"max_tokens": 1}', {})
-            run = await drive(endpoint.client, [EncodedCall(request, 1, at) for at in (0.0, 0.05, 0.1)])
-            assert run.duration_s >= 0.1, "the last one is not sent before its time"
-            return [outcome.start_s for outcome in run.outcomes]
-
-    first, second, third = asyncio.run(inside())
-    assert first < second < third
-
-
 def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = iter(range(100))
 
@@ -160,16 +147,6 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
         assert {f"{kind} {name} (ms):" for kind in ("Mean", "Median", "P99")} <= set(labels)
 
 
-def test_a_saved_result_has_the_lists_of_every_request(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    result, _ = measured("--output-json", str(path))
-    write_json(str(path), result)
-    saved = json.loads(path.read_text())
-    assert saved["request_rate"] == "inf" and saved["model_id"] == "a/model" and saved["backend"] == "openai"
-    assert saved["mean_ttft_ms"] == result["mean_ttft_ms"]
-    assert len(saved["ttfts"]) == len(saved["itls"]) == 6 and saved["generated_texts"][0] == " t0 t1 t2"
-
-
 @pytest.mark.parametrize(("options", "message"), cases(__file__, "unusable options"))
 def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -205,16 +182,6 @@ def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tm
     assert result["duration"] >= 0.1
     with pytest.raises(ConfigError, match="request_rate: given; a trace has its own arrival times"):
         measured(*options, "--request-rate", "5")
-
-
-def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
-    path = tmp_path / "conversations.json"
-    question, answer = "Where does the river end?", "In the sea, far from here."
-    path.write_text(json.dumps([{"conversations": [{"value": question}, {"value": answer}]}] * 6))
-    options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
-    assert bodies(measured(*options)[1])[0]["prompt"] == question
-    chat = bodies(measured(*options, "--backend", "openai-chat")[1])[0]
-    assert chat["messages"] == [{"role": "user", "content": question}] and chat["max_completion_tokens"] == 7
 
 
 @pytest.mark.parametrize(("options", "words"), table(__file__, "serve numbers"))

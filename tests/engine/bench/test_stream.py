@@ -1,11 +1,14 @@
-"""Reading streamed completions: events wherever the bytes are cut, and what counts as a token."""
+"""Reading streamed completions: events wherever the bytes are cut, and what counts as a token; and the figures, against numpy and by hand."""
 
 import json
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
+from penstock.engine.commands.bench.report import details, summarize
 from penstock.engine.commands.prove.http_client import Events
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
@@ -51,11 +54,6 @@ def test_a_completion_is_timed_from_its_first_piece_to_its_last() -> None:
     assert outcome.text == "abc"
 
 
-def test_without_usage_the_pieces_are_counted() -> None:
-    outcome = reply_to(text("a"), text("b", "stop"), "[DONE]")
-    assert (outcome.prompt_len, outcome.output_len) == (5, 2)
-
-
 def test_a_chats_role_and_its_bare_end_are_not_tokens() -> None:
     events = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"), USAGE]
     outcome = reply_to(*events, "[DONE]")
@@ -94,10 +92,50 @@ def test_an_event_that_is_no_completion_is_a_failure() -> None:
     assert "cannot be read" in reply_to("{'choices'", "[DONE]").error
 
 
-def test_a_refusal_keeps_the_beginning_of_its_body() -> None:
-    outcome = Outcome(3, 0.0)
-    for _ in range(1000):
-        outcome.take(429, b"too many ", 1.0)
-    outcome.finish(429)
-    assert outcome.error.startswith("HTTP 429: too many")
-    assert len(outcome.error) < 2100
+TOTALS = """
+    duration completed failed total_input_tokens total_output_tokens request_throughput output_throughput
+    total_token_throughput
+"""
+
+
+def outcomes(count: int, seed: int = 0) -> list[Outcome]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        gaps = [rng.expovariate(50) for _ in range(rng.randint(0, 40))]
+        ttft = rng.expovariate(10)
+        start = rng.uniform(0, 5)
+        made.append(Outcome(rng.randint(1, 100), start, len(gaps) + 1, ttft, ttft + sum(gaps), gaps))
+    return made
+
+
+def test_totals_count_completed_requests_only() -> None:
+    done = outcomes(20)
+    failed = [Outcome(1000, 0.0, error="HTTP 429")] * 3
+    result = summarize([*done, *failed], 4.0)
+    assert result["completed"] == 20 and result["failed"] == 3
+    assert result["total_input_tokens"] == sum(o.prompt_len for o in done)
+    assert result["total_output_tokens"] == sum(o.output_len for o in done)
+    assert result["request_throughput"] == 5.0
+    assert result["output_throughput"] == result["total_output_tokens"] / 4
+    assert result["total_token_throughput"] == (result["total_input_tokens"] + result["total_output_tokens"]) / 4
+    seconds = [o.latency_s for o in done]
+    assert result["mean_e2el_ms"] == pytest.approx(1000 * np.mean(seconds))
+    assert result["std_e2el_ms"] == pytest.approx(1000 * np.std(seconds))
+    assert result["p99_e2el_ms"] == pytest.approx(1000 * np.percentile(seconds, 99))
+
+
+def test_the_result_has_the_keys_that_scripts_read() -> None:
+    result = summarize(outcomes(5), 1.0)
+    assert set(result) >= {*TOTALS.split()}
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99")} <= set(result)
+    lists = details(outcomes(5))
+    assert set(lists) >= {"input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"}
+    assert {len(values) for values in lists.values()} == {5}
+
+
+def test_time_per_token_is_not_diluted_by_requests_with_one_token() -> None:
+    many = Outcome(1, 0.0, 11, ttft_s=0.0, latency_s=1.0)
+    one = Outcome(1, 0.0, 1, ttft_s=0.5, latency_s=0.5)
+    assert summarize([many, one, one], 1.0)["mean_tpot_ms"] == pytest.approx(100)

@@ -12,7 +12,7 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.fake_engine import compile_within_limits
-from tests.support.grammar_rig import accepts, vocabulary
+from tests.support.grammar_rig import vocabulary
 from tests.support.refusals import cases
 from tests.support.running_server import until
 
@@ -98,16 +98,6 @@ def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar() -> None:
     compiler.close()
 
 
-def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() -> None:
-    compiler = Compiler(vocabulary)
-    source = grammar_source(StructuredOutputs(regex="ab"))
-    assert compiler.cached(source) is None
-    first = compiler.start(source).result.result(60)
-    second = compiler.cached(source)
-    assert second is not None and accepts(first, "ab") and accepts(second, "ab")
-    compiler.close()
-
-
 def test_the_least_recently_used_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 3)
     compiler = Compiler(vocabulary)
@@ -133,11 +123,6 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
     assert len({*threading.enumerate()} - before) == compiler_module.NUM_THREADS
     compiler.close()
     until(lambda: not {*threading.enumerate()} - before)
-
-
-def test_a_refusal_carries_llguidance_s_own_words() -> None:
-    with pytest.raises(GrammarRefused, match="Unsatisfiable schema"):
-        COMPILER.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(60)
 
 
 def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:

@@ -20,7 +20,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
-from tests.support.grammar_rig import COMPILER, Core, random_request, submit, text_of, vocabulary
+from tests.support.grammar_rig import Core, random_request, submit, text_of, vocabulary
 from tests.support.refusals import hardest
 from tests.support.simulation import BLOCK_SIZE
 
@@ -102,15 +102,6 @@ def test_min_tokens_holds_an_end_back_while_the_grammar_can_go_on_and_no_longer(
     assert text_of(world.tokens("c")) == "k" and world.last("c").finish_reason == "stop"
 
 
-def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> None:
-    world = Core()
-    world.submit(submit("a", [1, 2], LETTERS, 7))
-    world.submit(submit("b", [1, 2], LETTERS, 40, sampling=Sampling(temperature=0.0, stop_ids=tuple(range(97, 123)))))
-    world.run()
-    assert (len(world.tokens("a")), world.last("a").finish_reason) == (7, "length")
-    assert len(world.tokens("b")) == 1 and world.last("b").stop_token == world.tokens("b")[0]
-
-
 def gated_core() -> tuple[threading.Event, Core]:
     """Return a core that compiles no grammar before the event is set."""
     gate = threading.Event()
@@ -180,28 +171,24 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
     assert world.last("good").finish_reason == "stop"
 
 
-def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    world = Core(compiler=Compiler(Mock(side_effect=OSError("no such file"))))
+class Panic(BaseException):
+    """What a panic of Rust's is in Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), Panic("index out of bounds")], ids=repr)
+def test_a_vocabulary_or_a_library_that_breaks_fails_constrained_requests_and_no_others(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = vocabulary
+    if isinstance(error, Panic):
+        monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=error))
+    else:
+        load = Mock(side_effect=error)
+    world = Core(compiler=Compiler(load))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
     world.run()
-    assert "OSError: no such file" in str(world.last("a").error)
-    assert world.last("b").finish_reason == "length"
-
-
-def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        """What a panic of Rust's is in Python: no Exception."""
-
-    monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=Panic("index out of bounds")))
-    world = Core(compiler=Compiler(vocabulary))
-    world.submit(submit("a", [1], DIGITS))
-    world.submit(submit("b", [1], None, 3))
-    for _ in range(2000):
-        world.step()
-        if not world.core.has_work():
-            break
-    assert "Panic: index out of bounds" in str(world.last("a").error)
+    assert f"{type(error).__name__}: {error}" in str(world.last("a").error)
     assert world.last("b").finish_reason == "length"
 
 
@@ -255,37 +242,16 @@ def test_what_a_grammar_forces_is_computed_in_one_step_and_not_sampled(max_in_fl
     assert max(len(output.tokens) for output in world.outputs["a"]) > 15
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("seed", hardest(range(4), 1))
-def test_forced_tokens_are_those_that_would_have_been_sampled(seed: int, max_in_flight: int) -> None:
-    """Log-probabilities must be computed, so a request that wants them jumps over nothing."""
-    rng = random.Random(seed)
-    jumping, walking = (Core(num_blocks=34, max_in_flight=max_in_flight) for _ in range(2))
-    for number in range(12):
-        sampling = Sampling(temperature=1.0, seed=number, stop_ids=(EOS,))
-        prompt, length = rng.choices(range(32, 120), k=rng.randint(1, 30)), rng.choice([6, 30, 80])
-        for world, logprobs in ((jumping, None), (walking, 0)):
-            options = msgspec.structs.replace(sampling, logprobs=logprobs)
-            world.submit(submit(f"r{number}", prompt, CALL, length, sampling=options))
-    for world in (jumping, walking):
-        world.run()
-        assert world.core.stats().num_preemptions > 0
-    assert jumping.core.stats().forced_tokens > 100 and walking.core.stats().forced_tokens == 0
-    for name in jumping.outputs:
-        assert jumping.tokens(name) == walking.tokens(name)
-        assert jumping.last(name).finish_reason == walking.last(name).finish_reason
-
-
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
-@pytest.mark.parametrize("groups", hardest([(FULL, STATE), ALL_KINDS], ALL_KINDS))
-def test_what_is_forced_or_drafted_changes_no_answer_where_layers_keep_states(
+@pytest.mark.parametrize("groups", hardest([(FULL,), (FULL, STATE), ALL_KINDS], ALL_KINDS))
+def test_what_is_forced_or_drafted_changes_no_answer(
     groups: tuple[GroupInfo, ...], max_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against each request alone, whose every token is sampled in a row of its own."""
     monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 1)
     least = sum(group.most_pages(128, 16, BLOCK_SIZE) for group in groups)
     num_wrong = num_preempted = 0
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         world = Core(least + 12, max_in_flight, groups=groups, drafts=SpeculativeConfig(method="ngram"))
         shared = rng.choices(range(32, 120), k=30)
@@ -349,18 +315,6 @@ def test_an_answer_that_uses_up_a_grammar_hurts_nobody_else(
         assert world.last(name).finish_reason in ("length", "stop"), world.last(name)
     compiler.check()
     compiler.close()
-
-
-def test_log_probabilities_come_with_every_token() -> None:
-    world = Core()
-    world.submit(submit("a", [1], DIGITS, sampling=Sampling(temperature=0.0, stop_ids=(EOS,), logprobs=2)))
-    world.run()
-    found = [entry for output in world.outputs["a"] for entry in output.logprobs or ()]
-    assert [entry.ids[0] for entry in found] == world.tokens("a")
-
-
-def test_the_shared_compiler_holds_its_invariants() -> None:
-    COMPILER.check()
 
 
 class Visitors:

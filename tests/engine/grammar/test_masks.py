@@ -67,13 +67,6 @@ def test_a_matcher_that_has_failed_is_reported_and_its_row_allows_all() -> None:
     filler.close()
 
 
-def test_a_step_may_have_no_row_left_to_mask() -> None:
-    filler = MaskFiller(4)
-    masks = filler.fill([])
-    assert len(masks.rows) == len(masks.bits) == 0
-    filler.close()
-
-
 def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     open_pool = Mock(side_effect=LLExecutor)
     monkeypatch.setattr("llguidance.LLExecutor", open_pool)

@@ -15,6 +15,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Sampling
 from tests.support import text_samples as samples
 from tests.support.grammar_rig import Core, submit
+from tests.support.refusals import hardest
 
 FAMILIES: dict[str, Callable[[], Backend]] = {
     "byte level": samples.byte_level,
@@ -59,7 +60,7 @@ def test_the_second_tokenizer_cuts_as_one_that_was_read_anew(tokenizer: Tokenize
     assert not tokenizer.backend.encode_special_tokens
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_is_answered_and_nobody_else_is_hurt(
     tokenizer: Tokenizer, choice: list[str], max_in_flight: int

@@ -26,20 +26,6 @@ def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.Captur
 
 @needs_model
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_default_model_answers_under_load_what_it_answers_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_adapter(tmp_path)
-    adapter = ["--serve-options", f"--enable-lora --lora-modules random={tmp_path}"]
-    code = main(["prove", "--exact", "--requests", "24", "--concurrency", "6", *adapter])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == 0 and result["measured_error_nats"] == 0.0
-    assert not any(skipped.startswith(("ids", "logprobs", "cache_salt")) for skipped in result["skipped"])
-
-
-@needs_model
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*WORLDS, *FAULTS])
 def test_every_world_and_every_fault(name: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +16,7 @@ from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running, started, until
+from tests.support.running_server import MODEL, Running, running, started
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -69,20 +68,6 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
     assert load(server, "sql", other, load_inplace=True).status_code == 200
     assert ids(server, "sql") != first
     assert load(server, "again", path).status_code == 200 and ids(server, "again") == first
-
-
-def test_answers_in_flight_finish_when_their_adapter_is_unloaded(server: Running, tmp_path: Path) -> None:
-    load(server, "sql", content_folder(tmp_path, "a"))
-    body = {"max_tokens": 3000, "temperature": 0, "return_token_ids": True, "ignore_eos": True, "model": "sql"}
-    with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(server.complete, "hello there", **body)
-        until(lambda: server.call(lambda: len(server.engine.answers)) > 0)
-        assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 200
-        assert server.complete("hello there", model="sql").status_code == 404
-        choice = asked.result().json()["choices"][0]
-    assert len(choice["token_ids"]) == 3000
-    load(server, "sql", content_folder(tmp_path, "a"))
-    assert choice["token_ids"][:6] == ids(server, "sql")
 
 
 def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> None:

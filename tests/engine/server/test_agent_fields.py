@@ -96,7 +96,7 @@ def test_each_field_of_the_package_is_served_refused_or_named_as_ignored(server:
         if field == "model":
             continue
         found = list(values(sort))
-        for place, value in found[:: len(found) // 300 + 1]:  # some are unions of dozens of objects of dozens of fields
+        for place, value in found[:: len(found) // 150 + 1]:  # some are unions of dozens of objects of dozens of fields
             body = {**base, **BESIDE.get(field, {}), field: value}
             answer = server.post(path, body)
             if answer.status_code == 200:
@@ -111,10 +111,3 @@ def test_each_field_of_the_package_is_served_refused_or_named_as_ignored(server:
             assert top == field, (field, place, value, error)
             assert error["message"].startswith(error["param"]), error
     assert num_served > 1 and num_refused > 1, (num_served, num_refused)
-
-
-@pytest.mark.parametrize("name", ["responses", "messages"])
-def test_a_field_that_no_package_has_is_ignored_and_named(server: Running, name: str) -> None:
-    _, path, base = WALKS[name]
-    answer = server.post(path, {**base, "misspelt": 1})
-    assert answer.status_code == 200 and answer.headers["x-penstock-ignored"] == "misspelt"

@@ -42,11 +42,6 @@ def test_a_body_without_a_key_is_not_read(server: Running) -> None:
     assert server.engine.num_admissions == 0
 
 
-def test_without_configured_keys_everything_is_open() -> None:
-    with running() as server:
-        assert server.http.get("/v1/models").status_code == 200
-
-
 def test_a_key_from_the_environment_counts_beside_those_of_the_command_line() -> None:
     config = resolve(ServerConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b"})
     assert config.api_keys == ("a", "b")

@@ -46,12 +46,6 @@ server = started(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.
 # Headers.
 
 
-def test_headers_just_within_the_limit_are_served(server: Running) -> None:
-    padding = b"x: " + b"a" * (32 * 1024 - 100) + b"\r\n"
-    asked = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + padding + b"\r\n"
-    assert status(exchange(server.port, asked)) == 200
-
-
 def test_a_header_limit_counts_every_request_of_a_connection_anew(server: Running) -> None:
     padding = b"x: " + b"a" * 20_000 + b"\r\n"
     with server.connect() as sock:
@@ -69,14 +63,6 @@ def test_a_chunked_body_beyond_the_limit_is_answered_413(server: Running) -> Non
     before = refused[413]
     assert status(exchange(server.port, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 4)) == 413
     assert refused[413] == before + 1  # by the connection, before it reached the application
-    assert_serves(server)
-
-
-@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
-def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server: Running, coding: bytes) -> None:
-    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n")
-    assert status(answer) == 501
-    assert "transfer-encoding" in error(answer)["message"]
     assert_serves(server)
 
 
@@ -110,12 +96,6 @@ def test_what_is_not_http_is_answered_4xx_in_the_error_format(server: Running, d
     assert_serves(server)
 
 
-def test_an_upgrade_is_not_followed(server: Running) -> None:
-    with server.connect() as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
-        assert status(sock.recv(65536)) == 200
-
-
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     first, last = request(completion(max_tokens=3)), request(completion(max_tokens=2), b"connection: close\r\n")
     answer = exchange(server.port, first + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + last)
@@ -140,13 +120,13 @@ def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served() -> None
 
 def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> None:
     engine = FakeEngine(info=LONG)
-    with running(engine, write_timeout_s=0.4) as server, contextlib.ExitStack() as stack:
+    with running(engine, write_timeout_s=0.2) as server, contextlib.ExitStack() as stack:
         body = completion(max_tokens=100_000, stream=True, prompt="x" * 500)
-        for _ in range(10):
+        for _ in range(3):
             stack.enter_context(server.connect(receive_buffer=1024)).sendall(request(body))
-        until(lambda: len(engine.submitted) == 10)
+        until(lambda: len(engine.submitted) == 3)
         until(lambda: len(engine.answers) == 0, 90)
-        assert len(engine.aborted) == 10
+        assert len(engine.aborted) == 3
         assert_serves(server)
 
 
@@ -197,7 +177,7 @@ def test_a_client_may_leave_at_any_byte() -> None:
     engine = FakeEngine(delay_s=0.002)
     choose = random.Random(7)
     with running(engine) as server:
-        for _ in range(150):
+        for _ in range(60):
             whole = request(completion(max_tokens=choose.randint(1, 60), stream=choose.random() < 0.5, n=2))
             with server.connect() as sock:
                 sock.sendall(whole[: choose.randint(0, len(whole) * 2)])
@@ -241,10 +221,13 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
             assert found.count(b"HTTP/1.1 ") == 1 and status(found) == 400
 
 
-@pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked"])
-def test_a_refused_coding_is_refused_once(server: Running, caplog: pytest.LogCaptureFixture, coding: bytes) -> None:
+@pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
+def test_a_body_coded_in_another_way_is_refused_once(
+    server: Running, caplog: pytest.LogCaptureFixture, coding: bytes
+) -> None:
     refused = server.listener._refused
     before = refused[501]
-    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n")
+    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    assert "transfer-encoding" in error(answer)["message"]
     assert status(answer) == 501 and answer.count(b"HTTP/1.1 ") == 1 and refused[501] == before + 1
     assert not [record for record in caplog.records if "Fatal error" in record.message]

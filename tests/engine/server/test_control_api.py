@@ -62,6 +62,7 @@ def test_what_is_refused_names_the_field_and_changes_nothing(server: Running, tm
         answer = server.http.post(path, **options)
         assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     assert choice(server) == first
+    assert server.http.get("/weights_version").json() == {"weights_version": 0}
     assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 

@@ -130,7 +130,7 @@ def labelling() -> FakeEngine:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("num_seeds", "count"), hardest_rows([(1, 2600), (50, 2000)], [(1, 2600)]))
+@pytest.mark.parametrize(("num_seeds", "count"), hardest_rows([(1, 1200), (50, 2000)], [(1, 1200)]))
 def test_random_requests_are_answered_or_refused(num_seeds: int, count: int) -> None:
     with running(labelling()) as server:
         for seed in range(1, 1 + num_seeds):

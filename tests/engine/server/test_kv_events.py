@@ -1,8 +1,7 @@
 """The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many."""
 
 import contextlib
-import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -23,45 +22,33 @@ from tests.support.running_server import Running, started, until
 
 
 class Follower:
-    """A router's view of one replica, kept from its stream in a thread."""
+    """A router's view of one replica, kept from its stream."""
 
-    def __init__(self, server: Running) -> None:
+    def __init__(self, response: httpx.Response) -> None:
+        assert response.status_code == 200
         self.frames: list[Frame] = []
         self.held: set[bytes] = set()
-        self._client = server.http
-        self._is_over = False
+        self._pieces, self._reader = response.iter_raw(), FrameReader()
 
-    def has(self, keys: set[bytes]) -> bool:
-        return keys <= self.held
+    def has(self, wanted: set[bytes]) -> bool:
+        return wanted <= self.held
 
-    def run(self) -> None:
-        reader = FrameReader()
-        with self._client.stream("GET", "/kv_events", timeout=60) as response:
-            assert response.status_code == 200
-            for data in response.iter_raw():
-                for frame in reader.feed(data):
-                    self.take(frame)
-                if self._is_over:
-                    return
+    def follow(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
+            for frame in self._reader.feed(next(self._pieces)):
+                if isinstance(frame, Snapshot):
+                    self.held = (set() if frame.is_first else self.held) | keys(frame.keys)
+                elif isinstance(frame, Changes):
+                    self.held = (self.held - keys(frame.removed)) | keys(frame.stored)
+                self.frames.append(frame)
 
-    def take(self, frame: Frame) -> None:
-        if isinstance(frame, Snapshot):
-            self.held = (set() if frame.is_first else self.held) | keys(frame.keys)
-        elif isinstance(frame, Changes):
-            self.held = (self.held - keys(frame.removed)) | keys(frame.stored)
-        self.frames.append(frame)
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator["Follower"]:
-        thread = threading.Thread(target=self.run)
-        thread.start()
-        try:
-            until(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in self.frames))
-            yield self
-        finally:
-            self._is_over = True  # seen with the next frame, at most a second later
-            thread.join(60)
-            assert not thread.is_alive()
+@contextlib.contextmanager
+def following(server: Running) -> Iterator[Follower]:
+    with server.http.stream("GET", "/kv_events", timeout=60) as response:
+        made = Follower(response)
+        made.follow(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in made.frames))
+        yield made
 
 
 def keys(run: bytes) -> set[bytes]:
@@ -71,7 +58,10 @@ def keys(run: bytes) -> set[bytes]:
 server = started(lambda: oracle_engine(max_model_len=4000))
 
 
-def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(server: Running) -> None:
+def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "ALIVE_S", 0.1)
     info = server.engine.info
     assert server.http.get("/v1/models").json()["data"][0]["num_blocks"] == info.num_blocks - 1
 
@@ -81,17 +71,17 @@ def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
 
     early, late = "said before " * 8, "said after " * 8
     server.complete(early, max_tokens=1)
-    with Follower(server).following() as one, Follower(server).following() as two:
+    with following(server) as one, following(server) as two:
         server.complete(late, max_tokens=1)
         for follower in (one, two):
-            until(partial(follower.has, expected(early) | expected(late)))
+            follower.follow(partial(follower.has, expected(early) | expected(late)))
             hello = follower.frames[0]
             assert isinstance(hello, Hello) and hello.fingerprint == info.fingerprint
             seqs = [frame.seq for frame in follower.frames if isinstance(frame, Changes)]
             assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
-        until(lambda: any(isinstance(frame, Alive) for frame in one.frames))
+        one.follow(lambda: any(isinstance(frame, Alive) for frame in one.frames))
         assert one.held == two.held
-    with Follower(server).following() as again:
+    with following(server) as again:
         assert expected(early) | expected(late) <= again.held
         assert again.frames[0] == hello
 

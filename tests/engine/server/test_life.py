@@ -2,13 +2,9 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +18,8 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
-from tests.support.refusals import table
+from tests.support.programs import Program
+from tests.support.refusals import hardest, table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -50,24 +47,21 @@ sys.exit(uvloop.run(main()))
 BACKGROUND = ("bash", "-c", "trap '' INT; exec \"$@\"", "bash")
 
 
-class Process:
+class Process(Program):
     def __init__(self, drain_timeout_s: float, before: Sequence[str]) -> None:
-        self.popen = subprocess.Popen(
-            [*before, sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
-        )
-        assert self.popen.stdout is not None
-        self.url = self.popen.stdout.readline().strip()
+        super().__init__("-c", PROGRAM, str(drain_timeout_s), before=before)
+        self.url = self.line("http")
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def signal(self, number: int) -> None:
-        self.popen.send_signal(number)
+        self.process.send_signal(number)
 
     def exit_code(self) -> int:
-        return self.popen.wait(60)
+        return self.process.wait(60)
+
+    def log(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
 
 class Stream(threading.Thread):
@@ -106,11 +100,8 @@ def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterat
         yield started
     finally:
         started.http.close()
-        started.popen.kill()
-        started.popen.wait()
-        for pipe in (started.popen.stdout, started.popen.stderr):
-            assert pipe is not None
-            pipe.close()
+        started.process.kill()
+        started.end()
 
 
 def text(events: list[str]) -> str:
@@ -120,8 +111,8 @@ def text(events: list[str]) -> str:
 @pytest.mark.parametrize(
     ("before", "number"),
     [
-        ((), signal.SIGTERM),
         (BACKGROUND, signal.SIGINT),
+        pytest.param((), signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param((), signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(BACKGROUND, signal.SIGTERM, marks=pytest.mark.slow),
     ],
@@ -146,16 +137,23 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_does_not_wait_and_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
     with process() as server:
+        body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
+        headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
+        server.http.post("/v1/completions?canary-query", json=body, headers=headers)
+        server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
+        server.http.get("/canary-path")
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
         until(lambda: server.http.get("/ready").status_code == 503)
-        begun_s = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        print(f"gone {time.monotonic() - begun_s:.2f} s after the second signal")
         assert stream.finish()[-1] == "cut off"
+        log = server.log()
+    assert "canary" not in log
+    assert "/v1/completions 200" in log and "client_id=mine-7" in log
+    assert "unmatched 404" in log
 
 
 ENDS = {  # the time to drain, the signals, and the message of the error, with which the process fails
@@ -166,7 +164,7 @@ ENDS = {  # the time to drain, the signals, and the message of the error, with w
 }
 
 
-@pytest.mark.parametrize("why", ENDS)
+@pytest.mark.parametrize("why", hardest(ENDS, *({*ENDS} - {"the engine is dead"})))
 def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
     drain_timeout_s, numbers, message = ENDS[why]
     with process(drain_timeout_s) as server:
@@ -183,22 +181,6 @@ def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) ->
             error = json.loads(last)["error"]
             assert (error["code"], error["message"]) == (503, message)
         assert server.exit_code() == int(message is not None)
-
-
-def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
-    with process() as server:
-        body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
-        headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
-        server.http.post("/v1/completions?canary-query", json=body, headers=headers)
-        server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
-        server.http.get("/canary-path")
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
-        assert server.popen.stderr is not None
-        log = server.popen.stderr.read()
-    assert "canary" not in log
-    assert "/v1/completions 200" in log and "client_id=mine-7" in log
-    assert "unmatched 404" in log
 
 
 def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:

@@ -15,7 +15,7 @@ from penstock.engine.server.agents.response_store import ResponseStore, StoredRe
 from penstock.engine.text.prompt import INLINE_CHARS, chat_prompt
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.refusals import cases
-from tests.support.running_server import MODEL, Running, running, until
+from tests.support.running_server import MODEL, Running, running
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "Weather.", "parameters": SCHEMA, "strict": True}
@@ -158,24 +158,10 @@ def test_what_one_key_keeps_is_not_there_for_another(openai: Any) -> None:
             other.responses.create(model=MODEL, input="Hi", previous_response_id=response.id)
 
 
-def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: Any, openai: Any) -> None:
-    client.responses.retrieve(client.responses.create(model=MODEL, input="Hi").id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_x")
-    until(lambda: '/v1/responses/{response_id}"' in server.http.get("/metrics").text)
-    assert "resp_x" not in server.http.get("/metrics").text
-
-
-def test_an_evicted_response_is_a_404_and_cannot_be_gone_on_with(server: Running, client: Any, openai: Any) -> None:
+def test_a_response_that_the_store_has_no_room_for_says_that_it_is_not_kept(server: Running, client: Any) -> None:
     service = server.app.service
-    server.call(lambda: setattr(service, "responses", ResponseStore(max_responses=2)))
+    server.call(lambda: setattr(service, "responses", ResponseStore(max_bytes=10)))
     try:
-        first, *_ = (client.responses.create(model=MODEL, input="Hi") for _ in range(3))
-        with pytest.raises(openai.NotFoundError, match="not stored here"):
-            client.responses.retrieve(first.id)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-            client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
-        server.call(lambda: setattr(service, "responses", ResponseStore(max_bytes=10)))
         assert client.responses.create(model=MODEL, input="Hi").store is False
     finally:
         server.call(lambda: setattr(service, "responses", ResponseStore()))
@@ -271,3 +257,31 @@ def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(
     answer = qwen.post("/v1/responses", {**asked, "input": "Go on.", "previous_response_id": first["id"]})
     assert answer.status_code == 200, answer.text
     assert "Ulm?" in qwen.prompt and '"arguments"' not in qwen.prompt.partition("Ulm?")[2]
+
+
+def stored(size_bytes: int = 10, owner: bytes = b"") -> StoredResponse:
+    return StoredResponse(owner, b"r" * (size_bytes - 2), b"[]", None)
+
+
+def kept(store: ResponseStore, *names: str) -> list[str]:
+    store.check()
+    return [name for name in names if store.get(b"", name) is not None]
+
+
+def test_the_least_recently_used_response_is_evicted_first() -> None:
+    for store in (ResponseStore(max_responses=3), ResponseStore(max_bytes=30)):
+        for name in "abc":
+            assert store.put(name, stored())
+        assert store.get(b"", "a") is not None
+        assert store.put("d", stored())
+        assert kept(store, *"abcd") == ["a", "c", "d"]
+
+
+def test_a_large_response_evicts_several_and_one_larger_than_the_store_none() -> None:
+    store = ResponseStore(max_bytes=30)
+    for name in "abc":
+        store.put(name, stored())
+    assert not store.put("huge", stored(31))
+    assert kept(store, *"abc", "huge") == ["a", "b", "c"]
+    assert store.put("large", stored(20))
+    assert kept(store, *"abc", "large") == ["c", "large"]

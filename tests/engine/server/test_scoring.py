@@ -130,10 +130,6 @@ def test_what_cannot_be_scored_is_refused_by_name(server: Running, path: str, bo
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
 
 
-def test_it_still_embeds(server: Running) -> None:
-    assert len(server.post("/v1/embeddings", {"input": "a"}).json()["data"][0]["embedding"]) == SIZES["hidden_size"]
-
-
 def test_offline_it_scores_and_classifies_and_writes_nothing(folder: Path, model: Any, scores: list[float]) -> None:
     with offline(folder) as llm:
         found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)

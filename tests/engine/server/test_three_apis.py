@@ -203,12 +203,12 @@ CUSTOM = {"responses": APIS["responses"]._replace(tool={"type": "custom", "name"
 PATCH = 'Zürich \\n <"\n\t>\U0001f600'  # the input of a custom tool
 
 
-# One of each kind of calls: JSON in marks, several objects, a list, parameters in tags, pairs, Gemma's and Python's.
+# JSON in marks, a list, parameters in tags, and Gemma's pairs; tests/engine/tools reads calls of every kind.
 @pytest.mark.parametrize(
     "name",
     hardest(
         [name for name in WRITERS if " " not in name],
-        *("hermes", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "minimax_m2", "gemma4", "lfm2"),
+        *("hermes", "mistral", "qwen3_coder", "gemma4"),
     ),
 )
 def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:

@@ -169,31 +169,6 @@ def test_many_optional_tools_are_served_whatever_their_grammar(
         assert roomy.chat(**asked).status_code == 400
 
 
-def test_gpt_oss_is_held_to_a_call_and_shown_its_history_by_its_template(servers: dict[str, Running]) -> None:
-    server = servers["harmony"]
-    server.engine.reply = (
-        "<|channel|>analysis<|message|>Ulm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-        '<|constrain|>json<|message|>{"city": "Ulm"}'
-    )
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-    history = [
-        *MESSAGES,
-        {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    with server.openai() as openai_client:
-        asked = {"model": MODEL, "messages": history, "tools": TOOLS, "tool_choice": "required"}
-        message = openai_client.chat.completions.create(**asked).choices[0].message
-    assert message.tool_calls[0].function.name == "weather"
-    grammar = grammar_of(server) or ""
-    assert "functions.weather" in grammar and "final" not in grammar
-    assert server.prompt.endswith(
-        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
-        '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>'
-        "<|start|>tool<|message|>rain<|end|><|start|>assistant"
-    )
-
-
 # Reasoning.
 
 
@@ -225,17 +200,6 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
 # Models that were not made for tools.
 
 
-def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running]) -> None:
-    server = servers["plain"]
-    server.engine.reply = SAID
-    answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
-    assert len(answer["tool_calls"]) == 2
-    assert '"name": "weather"' in server.prompt
-    history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "7"}]
-    assert server.chat(messages=history).status_code == 200
-    assert '<tool_call>\n{"name": "weather"' in server.prompt and "<tool_response>\n7" in server.prompt
-
-
 def test_tokenizing_a_chat_counts_what_the_chat_would_be_shown(qwen: Running) -> None:
     for choice in ("auto", "none"):
         asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
@@ -258,16 +222,6 @@ def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
     with running(FakeEngine(), template=line_template(), tool_call_parser="none") as server:
         answer = server.chat(messages=MESSAGES, tools=TOOLS)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
-
-
-def test_calls_in_fences_or_bare_are_read_where_the_operator_says_that_the_model_writes_them() -> None:
-    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
-    with running(template=ChatTemplate(QWEN3), tool_call_parser="qwen2_5_coder") as server:
-        for said in (call, f"```json\n{call}\n```"):
-            server.engine.reply = said
-            choice = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]
-            assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-            assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 # Refusals.

@@ -1,4 +1,4 @@
-"""A choice: from the core's outputs of one sequence to what its user gets."""
+"""A choice: from the core's outputs of one sequence to what its user gets; stop strings are found wherever they are cut."""
 
 import random
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from penstock.engine.front.answer import Choice, Update, joined
 from penstock.engine.messages import FinishReason, Output
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import Detokenizer
+from penstock.engine.text.stop_strings import StopStrings
 from penstock.executor.protocol import TokenLogprobs
 from tests.support import text_samples as samples
 from tests.support.refusals import cases
@@ -40,13 +41,6 @@ def words(update: Update) -> tuple[str, str]:
     return update.text, "".join(map(chr, update.token_ids))
 
 
-def test_text_and_tokens_pass_through_until_the_end() -> None:
-    one = choice()
-    assert words(one.push(output("ab"))) == ("ab", "ab")
-    last = one.push(output("c", "length"))
-    assert (last.text, last.finish_reason, last.stop_reason, one.is_running) == ("c", "length", None, False)
-
-
 def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() -> None:
     one = choice(stop="END")
     assert words(one.push(output("abE"))) == ("ab", "abE")
@@ -68,17 +62,6 @@ def test_a_stop_string_in_the_last_output_needs_no_abort() -> None:
     one = choice(stop=["x"])
     last = one.push(output("axb", "length"))
     assert (*words(last), last.finish_reason, last.stop_reason) == ("a", "ax", "stop", "x")
-
-
-def test_what_was_held_back_comes_at_the_end() -> None:
-    one = choice(stop="END")
-    assert one.push(output("aEN")).text == "a"
-    assert one.push(output("", "length")).text == "EN"
-
-
-def test_the_stop_string_is_kept_where_it_is_asked_for() -> None:
-    one = choice(stop="END", include_stop_str_in_output=True)
-    assert one.push(output("aENDb")).text == "aEND"
 
 
 @pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
@@ -120,12 +103,6 @@ def test_an_error_keeps_what_was_held_back() -> None:
     assert (last.text, last.finish_reason, one.is_running) == ("EN", "error", False)
 
 
-def test_without_a_stream_there_are_only_tokens() -> None:
-    one = Choice(3, SamplingParams(detokenize=False), None)
-    last = one.push(output("ab", "stop", stop_token=ord("b")))
-    assert (last.index, last.text, last.token_ids, last.finish_reason) == (3, "", [ord("a"), ord("b")], "stop")
-
-
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
 def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(make: Callable[[], Any]) -> None:
     """Real tokens, with characters and stop strings that straddle them, in outputs of random sizes."""
@@ -156,3 +133,70 @@ def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(ma
         assert result.token_ids == ids[: len(result.token_ids)]
         assert whole[:end] in tokenizer.decode(result.token_ids, skip_special_tokens=False)
     assert stopped > 1000
+
+
+def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None, str]:
+    """What each push gave, the stop string, and what was held back at the end."""
+    text = StopStrings(stops, include)
+    given = []
+    for piece in pieces:
+        given.append(text.push(piece))
+        if text.found is not None:
+            return given, text.found, ""
+    return given, None, text.flush()
+
+
+@pytest.mark.parametrize(("stops", "pieces", "given", "found", "held"), cases(__file__, "stop strings"))
+def test_text_is_given_as_soon_as_it_cannot_become_a_stop_string(
+    stops: list[str], pieces: list[str], given: list[str], found: str | None, held: str
+) -> None:
+    assert run(stops, pieces) == (given, found, held)
+
+
+def test_a_string_that_ends_too_early_is_passed_over_but_may_begin_early() -> None:
+    text = StopStrings(["aba"])
+    assert text.push("xaba", may_stop=False) == "xab"
+    assert text.push("ba") == ""
+    assert text.found == "aba"
+    text = StopStrings(["xaby", "ab"])
+    assert text.push("xab", may_stop=False) == ""
+    assert (text.push("z"), text.found) == ("xabz", None)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """By brute force: the end and the name of the string that is complete first, the longest of several."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return end, stop
+    return None
+
+
+def longest_hold(text: str, stops: list[str]) -> int:
+    return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_random_texts_are_cut_where_brute_force_cuts_them_and_hold_back_the_least(include: bool) -> None:
+    rng = random.Random(0)
+    found_count = 0
+    for _ in range(4000):
+        alphabet = "ab" if rng.random() < 0.5 else "abc\n"
+        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+        whole = "".join(rng.choices(alphabet, k=rng.randint(0, 40)))
+        expected = first_stop(whole, stops)
+        text = StopStrings(stops, include)
+        at, given = 0, ""
+        while at < len(whole) and text.found is None:
+            size = rng.randint(0, 5)
+            given += text.push(whole[at : at + size])
+            at += size
+            if text.found is None:
+                assert given == whole[: len(whole[:at]) - longest_hold(whole[:at], stops)]
+        if expected is None:
+            assert (text.found, given + text.flush()) == (None, whole)
+        else:
+            found_count += 1
+            end, stop = expected
+            assert (text.found, given) == (stop, whole[: end if include else end - len(stop)])
+    assert 1000 < found_count < 3900

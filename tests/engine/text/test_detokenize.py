@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders
 
 from penstock.engine.model_files import ModelError
-from penstock.engine.text.detokenize import Detokenizer, byte_alphabet
+from penstock.engine.text.detokenize import Detokenizer
 from tests.support import text_samples as samples
 from tests.support.refusals import table
 
@@ -50,7 +50,7 @@ def test_random_ids_stream_to_what_the_library_decodes_at_once(tokenizer: Tokeni
     detokenizer = Detokenizer(tokenizer, special_ids(tokenizer))
     rng = random.Random(0)
     size = tokenizer.get_vocab_size()
-    for _ in range(1500):
+    for _ in range(600):
         ids = [rng.randrange(size + 2) for _ in range(rng.randint(0, 20))]
         assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), ids
 
@@ -59,7 +59,7 @@ def test_random_ids_stream_to_what_the_library_decodes_at_once(tokenizer: Tokeni
 def test_real_text_streams_to_what_the_library_decodes_at_once(tokenizer: Tokenizer, skip: bool) -> None:
     detokenizer = Detokenizer(tokenizer, special_ids(tokenizer))
     rng = random.Random(1)
-    for text in samples.texts(500):
+    for text in samples.texts(200):
         ids = tokenizer.encode(text).ids
         assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), text
 
@@ -71,13 +71,6 @@ def test_a_character_split_over_tokens_comes_when_it_is_complete() -> None:
     assert len(ids) == 4
     assert [stream.push([token_id]) for token_id in ids] == ["", "", "", "😀"]
     assert stream.flush() == ""
-
-
-def test_what_is_left_of_a_character_at_the_end_comes_with_the_flush() -> None:
-    tokenizer = samples.byte_level()
-    stream = Detokenizer(tokenizer, frozenset()).stream()
-    assert stream.push(tokenizer.encode("a😀").ids[:-1]) == "a"
-    assert stream.flush() == "\ufffd"
 
 
 def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_of_it() -> None:
@@ -100,28 +93,9 @@ def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt
     assert detokenizer.stream(keep_leading_space=True).push(ids) == " hello world"
 
 
-def test_the_bytes_of_single_tokens_are_those_of_the_text() -> None:
-    for make in (samples.byte_level, lambda: samples.sentencepiece(prefix=False)):
-        tokenizer = make()
-        detokenizer = Detokenizer(tokenizer, frozenset())
-        for text in samples.texts(200):
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if "▁" not in text:  # SentencePiece's own mark for a space cannot be distinguished from one
-                assert b"".join(map(detokenizer.token_bytes, ids)) == text.encode()
-
-
 def test_an_id_that_the_vocabulary_lacks_has_no_bytes() -> None:
     assert Detokenizer(samples.sentencepiece(), frozenset()).token_bytes(1 << 20) == b""
     assert Detokenizer(samples.byte_level(), frozenset()).token_bytes(1 << 20) == b""
-
-
-def test_the_byte_alphabet_is_that_of_the_library() -> None:
-    from tokenizers import pre_tokenizers
-
-    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    for character, byte in byte_alphabet().items():
-        if byte < 128:
-            assert decoders.ByteLevel().decode([character]) == chr(byte)
 
 
 @pytest.mark.parametrize("decoder", table(__file__, "decoders", decoders=decoders))

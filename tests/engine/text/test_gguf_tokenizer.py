@@ -1,6 +1,8 @@
-"""Tokenizers inside .gguf files: the same ids as the tokenizer they were made from, and as transformers makes."""
+"""Tokenizers inside .gguf files: the same ids as the tokenizer they were made from, and as transformers makes; lies in a file are found out."""
 
 import json
+import random
+import struct
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelError, ModelFiles
 from penstock.engine.text.gguf_splits import SPLITS
+from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
@@ -65,7 +68,7 @@ def test_byte_level_vocabularies_tokenize_as_transformers_has_them(tmp_path: Pat
     if SPLITS[pre].nfc:  # transformers takes the class of GPT-2 for all and leaves out what Qwen's own adds
         backend.normalizer = normalizers.NFC()
     ours = load(path)
-    for text in samples.texts(1500):
+    for text in samples.texts(400):
         assert ours.encode(text) == backend.encode(text, add_special_tokens=False).ids, text
 
 
@@ -79,16 +82,6 @@ def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -
         assert (load(path).encode("hello") == [len(tokens)]) == is_whole
 
 
-@pytest.mark.parametrize("pre", ["smollm", "starcoder"])
-def test_schemes_that_split_digits_do_so_like_the_published_tokenizers(tmp_path: Path, pre: str) -> None:
-    """SmolLM's tokenizer.json: digits one by one, then GPT-2's words."""
-    path, tokens, merges = byte_level_file(tmp_path / "m.gguf", pre)
-    ours = load(path)
-    published = published_smollm(tokens, merges, 3)
-    for text in samples.texts(1500):
-        assert ours.encode(text.replace("<think>", "")) == published.encode(text.replace("<think>", "")).ids, text
-
-
 def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
     from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
@@ -96,7 +89,7 @@ def test_the_default_model_tokenizes_as_published() -> None:
     metadata = read_gguf_metadata(path)
     published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
     ours = load(path)
-    for text in samples.texts(3000):
+    for text in samples.texts(1000):
         ids = ours.encode(text)
         assert ids == published.encode(text).ids, text
         assert ours.decode(ids, skip_special_tokens=False) == text
@@ -116,21 +109,11 @@ def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> 
     return tokenizer
 
 
-def test_llama_s_scores_become_the_merges_that_transformers_derives(tmp_path: Path) -> None:
-    base = import_module("transformers.tokenization_utils_base")
-    path = sentencepiece_file(tmp_path / "m.gguf")
-    model = json.loads(load(path).backend.to_str())["model"]
-    learned = {token: index for token, index in model["vocab"].items() if index >= 259}
-    scores = {token: 259.0 - index for token, index in learned.items()}
-    derived = base.generate_merges(learned, scores)
-    assert [tuple(merge) for merge in model["merges"]] == derived
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(tmp_path: Path, prefix: bool) -> None:
     ours = load(sentencepiece_file(tmp_path / "m.gguf", add_space_prefix=prefix))
     original = samples.sentencepiece(prefix)
-    for text in samples.texts(1500):
+    for text in samples.texts(400):
         ids = ours.encode(text)
         assert ids == original.encode(text).ids, text
         assert ours.decode(ids) == original.decode(ids)
@@ -148,7 +131,7 @@ def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them
     backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
     ours = load(path)
     assert ours.eos_ids == {2, len(tokens) - 1}
-    for text in [*samples.texts(1000), "a  b   c    d     e"]:
+    for text in [*samples.texts(400), "a  b   c    d     e"]:
         assert ours.encode(text, add_special_tokens=False) == backend.encode(text, add_special_tokens=False).ids, text
         assert ours.decode(ours.encode(text)) == backend.decode(ours.encode(text)), text
 
@@ -227,3 +210,51 @@ def test_every_scheme_builds_and_loses_no_character() -> None:
             pieces = [piece for piece, _ in cutter.pre_tokenize_str(text)]
             assert sum(map(len, pieces)) == len(text.encode()), (name, text)
         assert all(Regex(expression) for expression in split.expressions)
+
+
+HEADER = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
+    gguf = import_module("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    values = cases(__file__, "values of GGUF")
+    for key, kind, value in values:
+        getattr(writer, f"add_{kind}")(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    read = read_gguf_metadata(tmp_path / "m.gguf")
+    assert read == {"general.architecture": "llama", **{key: value for key, _, value in values}}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"), table(__file__, "gguf files", HEADER=HEADER, struct=struct, text=text)
+)
+def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=sentence):
+        read_gguf_metadata(tmp_path / "m.gguf")
+
+
+def test_a_thousand_random_changes_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
+    keys = [text(f"key.{n}") + struct.pack("<II", 4, n) for n in range(5)]
+    keys.append(text("tokens") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("bc") + text("d"))
+    sound = struct.pack("<4sIQQ", b"GGUF", 3, 0, len(keys)) + b"".join(keys)
+    rng = random.Random(0)
+    path = tmp_path / "m.gguf"
+    refused = 0
+    for _ in range(1000):
+        content = bytearray(sound)
+        for _ in range(rng.randint(1, 4)):
+            content[rng.randrange(len(content))] = rng.choice((0, 1, 255, rng.randrange(256)))
+        path.write_bytes(content[: rng.choice((len(content), rng.randrange(len(content))))])
+        try:
+            read_gguf_metadata(path)
+        except ModelError:
+            refused += 1
+    assert 500 < refused < 1000

@@ -100,7 +100,7 @@ FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY
 
 def test_server_and_router_make_the_same_ids_of_a_request_or_the_server_judges_it() -> None:
     rng, num_equal, num_refused = random.Random(0), 0, 0
-    for _ in range(600):
+    for _ in range(200):
         body: dict[str, Any] = {"messages": rng.choice(FIELDS["messages"])}
         for name in rng.sample([*FIELDS][1:], rng.randrange(4)):
             body[name] = rng.choice(FIELDS[name])
@@ -110,4 +110,4 @@ def test_server_and_router_make_the_same_ids_of_a_request_or_the_server_judges_i
             assert sent == ids, body
             num_equal += 1
         num_refused += isinstance(ids, str)
-    assert num_equal > 100 and num_refused > 100
+    assert num_equal > 30 and num_refused > 30

@@ -1,22 +1,21 @@
-"""Chat templates: rendered as transformers renders them, and errors that name what was wrong."""
+"""Chat templates: rendered as transformers renders them, errors that name what was wrong, and tools as text."""
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelError, ModelFiles, resolve_model
+from penstock.engine.model_files import ModelError, ModelFiles
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import chat_samples
 from tests.support import text_samples as samples
-from tests.support.default_file import needs_model
+from tests.support.chat_samples import CALL, GEMMA, RESULT, SYSTEM, TOOLS, USER
 from tests.support.refusals import cases, table
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -64,20 +63,6 @@ def test_an_unfinished_answer_is_continued_as_in_transformers(
     assert text == expected
 
 
-def test_other_variables_of_a_template_reach_it(transformers_render: Callable[..., str]) -> None:
-    messages = chat_samples.CONVERSATIONS["one"]
-    for source, options in (
-        (chat_samples.QWEN3, {"enable_thinking": False}),
-        (chat_samples.LLAMA3, {"date_string": "1 May 2025"}),
-        (
-            "{{ documents | tojson }} {{ x.y }}",
-            {"documents": [{"title": "t", "text": "u"}], "x": {"y": [1, 2.5, None]}},
-        ),
-    ):
-        expected = transformers_render(source, messages, add_generation_prompt=True, **options)
-        assert ChatTemplate(source, SPECIAL).render(messages, **options) == expected
-
-
 @pytest.mark.parametrize("source", cases(__file__, "language"))
 def test_the_language_is_that_of_transformers_environment(transformers_render: Callable[..., str], source: str) -> None:
     messages = chat_samples.CONVERSATIONS["one"]
@@ -86,15 +71,6 @@ def test_the_language_is_that_of_transformers_environment(transformers_render: C
 
 def test_a_date_can_be_asked_for() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([chat_samples.USER]).startswith("20")
-
-
-@needs_model
-def test_the_default_model_s_template_writes_its_system_prompt() -> None:
-    template = load_template(load_tokenizer(resolve_model()))
-    assert template is not None
-    text = template.render([{"role": "user", "content": "Hi"}])
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
-    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,12 +86,6 @@ def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None
         {"role": "user"},
     ]
     assert [message["content"] for message in seen(given)] == ["a\nb", "", ""]
-
-
-def test_arguments_of_tool_calls_become_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
-    [message] = seen([{"role": "assistant", "tool_calls": [call]}])
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -178,12 +148,6 @@ def model(path: Path, **files: dict[str, Any]) -> Tokenizer:
     return load_tokenizer(ModelFiles("m", samples.folder(path, samples.byte_level(), **files), "hf"))
 
 
-def test_a_template_sees_the_special_tokens_of_its_model(tmp_path: Path) -> None:
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
-    template = load_template(model(tmp_path, tokenizer_config=config))
-    assert template is not None and template.render([chat_samples.USER]) == "<s></s>"
-
-
 def test_tools_select_the_template_made_for_them(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = load_template(model(tmp_path, tokenizer_config={"chat_template": named}))
@@ -216,13 +180,6 @@ def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp
 def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
     with pytest.raises(InvalidRequest, match="only for special uses .rag."):
         ChatTemplate({"rag": "x"}).render([chat_samples.USER])
-
-
-def test_threads_may_render_at_once() -> None:
-    template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
-    chats = [[{"role": "user", "content": str(number)}] for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(template.render, chats)) == [str(number) * 2000 for number in range(8)]
 
 
 @pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))
@@ -259,3 +216,28 @@ def test_later_system_messages_stay_in_their_place_where_the_template_prints_the
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "developer", "user")]
     text = ChatTemplate(chat_samples.QWEN3, SPECIAL).render(messages, add_generation_prompt=False)
     assert text.index("assistant\n") < text.index("system\ndeveloper") < text.rindex("user\nuser")
+
+
+LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def rendered(messages: list[Any], source: str = LINES, **options: Any) -> str:
+    return ChatTemplate(source, {"bos_token": ""}).render(messages, tools_as_text=True, **options)
+
+
+def test_functions_stand_in_the_system_message_or_before_the_first_text() -> None:
+    with_system = rendered([SYSTEM, USER], tools=TOOLS)
+    assert with_system.startswith("system: Be brief.") and with_system.index('"weather"') < with_system.index("user:")
+    without = rendered([USER], tools=TOOLS)
+    assert without.startswith("user: ") and without.index('"weather"') < without.index("Hello")
+
+
+def test_a_template_that_takes_no_system_message_gets_none() -> None:
+    assert '"weather"' in rendered([USER], GEMMA, tools=TOOLS)
+
+
+def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> None:
+    text = rendered([USER, CALL, RESULT, RESULT])
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
+    assert text.count("user: ") == 2 and text.count('<tool_response>\n{"°C": 7}\n</tool_response>') == 2
+    assert "tool: " not in text

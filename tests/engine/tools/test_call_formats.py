@@ -16,7 +16,7 @@ from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.call_kinds import NamedCalls, ToolFormat
+from penstock.engine.text.tools.call_kinds import NamedCalls
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
@@ -46,19 +46,6 @@ def calls_for(name: str, *, must: bool = False, tools: list[ToolSpec] = TOOLS) -
 
 def called(found: list[tuple[str, str]]) -> list[Call]:
     return [(name, json.loads(arguments)) for name, arguments in found]
-
-
-@BY_FORMAT
-@CERTAIN
-def test_calls_are_read_as_templates_write_them(name: str, certain: bool) -> None:
-    text = WRITERS[name](SAMPLE)
-    for before, after, content in (
-        ("", "", ""),
-        ("One moment.\n\n", "\n", "One moment."),
-        ("", "\n\nDone.", "\n\nDone."),
-    ):
-        _, rest, found = read([before + text + after], calls_for(name), certain=certain)
-        assert (called(found), rest.strip()) == (SAMPLE, content.strip())
 
 
 @pytest.mark.parametrize("name", hardest(WRITERS, *KINDS))
@@ -175,7 +162,7 @@ def test_the_grammar_has_the_calls_of_the_template_and_no_wrong_ones(name: str, 
 def test_whatever_a_grammar_lets_through_is_read_and_keeps_to_its_schema(name: str, must: bool) -> None:
     words = re.findall(r"<[^<>]+>|[a-z_]+|[^a-z<>\s]+|\s+|.", WRITERS[name](SAMPLE))
     first, num_called = matcher(name, False, calls_for(name, must=must)), 0
-    for seed in range(8):
+    for seed in range(4):
         followed, choose, at, text = first.deep_copy(), random.Random(seed), 0, b""
         while len(text) < 500 and not (text and followed.is_accepting() and (must or choose.random() < 0.05)):
             is_next = choose.random() < 0.85 and at < len(words)
@@ -260,11 +247,6 @@ def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: 
         _, content, found = read(pieces, calls_for(name))
         assert called(found) == [tuple(call) for call in calls]
         assert content == ("" if calls else text)
-
-
-def test_every_writer_has_its_format() -> None:
-    forms: list[ToolFormat] = list(FORMS.values())
-    assert len({id(form) for form in forms}) == len(forms)
 
 
 @BY_FORMAT

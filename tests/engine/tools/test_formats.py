@@ -9,7 +9,7 @@ from penstock.engine.text.tools.formats import detect, named
 from tests.support.call_writers import FORMS
 from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, FORMATS, lark_matcher, verdict
+from tests.support.tool_samples import lark_matcher, verdict
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,6 @@ def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
     assert set(formats.ALIASES.values()) <= {*formats.NAMES}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_a_format_is_made_to_write_is_what_it_is_read_from(name: str) -> None:
-    written = FORMATS[name]
-    arguments = '{"city": "Ulm"}'
-    call = f"{written.before_name}weather{written.before_arguments}{arguments}{written.after_arguments}"
-    assert written.start + call + written.end == CALL[name]
-
-
 def test_the_marks_of_reasoning_are_found_in_the_template() -> None:
     assert thinking.detect(QWEN3) == thinking.THINK
     assert thinking.detect("{{ x.split('</think>') }}") == thinking.THINK
@@ -64,11 +56,6 @@ def test_a_message_that_goes_on_is_read_from_its_beginning(
     for marks in (thinking.THINK, thinking.IMPLIED):
         found = thinking.thinking_after(marks, before + begun, begun)
         assert found == thinking.Thinking(marks, is_open, is_over)
-
-
-def test_a_grammar_is_for_calls_or_for_an_answer() -> None:
-    with pytest.raises(AssertionError):
-        grammar({})
 
 
 @pytest.mark.parametrize("regex", [".+", r"[^\n]{3,40}", ".{1,100}"])

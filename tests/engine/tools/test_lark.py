@@ -3,7 +3,6 @@
 Marks are tried both ways: as special tokens of the model, and as plain text.
 """
 
-import itertools
 import json
 from typing import Any
 
@@ -15,10 +14,10 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.server.agents.custom_tools import as_function
 from penstock.engine.server.agents.items_schema import CustomTool, GrammarFormat
 from penstock.engine.text.tools.formats import Calls, ToolSpec
-from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, ids_of, lark_matcher, read
+from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, ids_of, lark_matcher, read
 from tests.support.tool_samples import verdict as follow
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
@@ -132,11 +131,6 @@ def test_optional_calls_beside_a_wanted_form_are_calls_or_that_form(name: str, s
     assert verdict(special, held, "may") == ""
 
 
-def test_the_marks_of_mistral_s_reasoning_work_alike() -> None:
-    held = lark(False, calls_of("mistral", must=True), None, Thinking(MISTRAL))
-    assert verdict(False, held, "[THINK]Hm.[/THINK]" + CALL["mistral"]) == "accepted"
-
-
 def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
     odd = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}, "required": ["a"]}
     form = FORMATS["hermes"]
@@ -165,10 +159,3 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
         arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
         assert verdict(False, held, call) == "accepted"
-
-
-def test_a_hundred_functions_make_one_grammar() -> None:
-    functions = [WEATHER._replace(name=f"f{number}") for number in range(127)] + [CLOCK]
-    for (name, form), must in itertools.product(FORMATS.items(), (True, False)):
-        held = lark(False, Calls(form, functions, must, True))
-        assert verdict(False, held, CALL[name].replace("weather", "f77")) == "accepted"

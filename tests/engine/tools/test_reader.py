@@ -1,7 +1,6 @@
 """Calls in text, however it is cut into pieces."""
 
 import random
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Marks, Thinking
 from tests.support.refusals import hardest
 from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
-from tests.support.written import BROKEN, GOOD
+from tests.support.written import BROKEN
 
 WEATHER = ("weather", '{"city": "Ulm"}')
 CLOCK = ("clock", "{}")
@@ -23,7 +22,6 @@ BAD = [
     "<tool_call>" + " " * MAX_FRAME_CHARS + '{"name": "clock", "arguments": {}}</tool_call>',
     HEAD + '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}</tool_call>",
 ]
-CASES = [(name, *case) for name, cases in GOOD.items() for case in cases]
 
 
 def cuts(text: str, seed: int) -> list[list[str]]:
@@ -34,11 +32,6 @@ def cuts(text: str, seed: int) -> list[list[str]]:
         places = sorted(choose.choices(range(len(text) + 1), k=choose.randint(2, 8)))
         chosen.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
     return chosen
-
-
-@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_and_the_text_around_them_are_read_apart(name: str, text: str, content: str, calls: list[Any]) -> None:
-    assert read([text], calls_of(name)) == ("", content, calls)
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -143,7 +136,7 @@ def test_calls_and_false_beginnings_are_bounded() -> None:
     "unit",
     ["<tool_call>", "<", "<tool_call>{", HEAD, HEAD + '{"a": [', "{", "[", "[]", "[1],", '"', '""', '"",', "\\", " "],
 )
-@pytest.mark.parametrize("before", ["", HEAD + '{"a": [', HEAD + '{"a": "'])
+@pytest.mark.parametrize("before", hardest(["", HEAD + '{"a": [', HEAD + '{"a": "'], HEAD + '{"a": ['))
 def test_a_hostile_megabyte_comes_back_whole(unit: str, before: str) -> None:
     text = before + unit * (1_000_000 // len(unit))
     assert read([text], calls_of("hermes")) == ("", text, [])
