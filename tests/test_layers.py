@@ -287,27 +287,30 @@ def importing(*rooms: str) -> str:
     return "\n".join(f"import penstock.{name}" for name in names)
 
 
+# What runs, one after the other, without torch and what it brings.
 LIGHT = {
     "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
-    "block keys": "import penstock.cache.keys",
     "every module of engine, cache and router": importing("engine", "cache", "router"),
     "the executor's protocol": "import penstock.executor.protocol",
     "what goes on while torch is imported": "import penstock.executor.loading.ahead",
+    "penstock --help": "program(['--help'])",
+    "penstock serve --help": "program(['serve', '--help'])",
+    "penstock route --help": "program(['route', '--help'])",
 }
-for words in (["--help"], ["serve", "--help"], ["route", "--help"]):
-    LIGHT[f"penstock {' '.join(words)}"] = f"""
-from penstock.cli import main
-sys.argv[1:] = {words}
-try:
-    main()
-except SystemExit as end:
-    assert not end.code
+RUN_A_PROGRAM = """
+def program(words):
+    from penstock.cli import main
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
 """
 
 
-@pytest.mark.parametrize("what", LIGHT)
-def test_torch_and_transformers_are_not_loaded_by(what: str) -> None:
-    assert modules_in_a_fresh_process(LIGHT[what]) & {"torch", "transformers", "triton"} == set()
+def test_torch_and_transformers_are_not_loaded_by_light_modules_and_programs() -> None:
+    checked = "\nloaded = {'torch', 'transformers', 'triton'} & {*sys.modules}\nassert not loaded, (%r, loaded)\n"
+    modules_in_a_fresh_process(RUN_A_PROGRAM + "".join(f"{code}{checked % what}" for what, code in LIGHT.items()))
 
 
 def test_what_a_start_does_not_need_at_once_is_not_waited_for() -> None:
