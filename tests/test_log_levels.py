@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from penstock.cli import main
-from penstock.executor.process_life import LOG_VARIABLE, ROOMS, log_levels
-from tests.support.fork_server import ROOT
+from penstock.executor.process_life import LOG_VARIABLE, log_levels
 from tests.support.refusals import table
 
 PARENT = """
@@ -41,12 +40,6 @@ def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
 def test_what_is_no_level_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         log_levels(text)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_room_that_has_a_level_logs(room: str) -> None:
-    sources = [path.read_text() for path in (ROOT / room).rglob("*.py")]
-    assert any(f'getLogger("penstock.{room}' in text for text in sources)
 
 
 @pytest.mark.parametrize("command", ["serve", "route"])

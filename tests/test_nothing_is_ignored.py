@@ -17,7 +17,6 @@ import pytest
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
-from penstock.engine.front.llm import LLM
 from penstock.engine.front.submit import submissions
 from penstock.engine.model_files import ModelError, resolve_model
 from penstock.engine.options import given_options
@@ -134,19 +133,6 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
 
 def test_every_command_is_walked() -> None:
     assert {*_COMMANDS} == {*READERS, "serve", "route"}
-
-
-def test_every_keyword_of_the_python_classes_is_read() -> None:
-    for path, owner in (("engine/front/llm.py", LLM), ("engine/sampling_params.py", SamplingParams)):
-        tree = ast.parse(source(path))
-        (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
-        for method in [node for node in found.body if isinstance(node, ast.FunctionDef)]:
-            used = {
-                node.id for node in ast.walk(method) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-            }
-            named = [each.arg for each in (*method.args.args, *method.args.kwonlyargs) if each.arg != "self"]
-            if not method.name.startswith("__exit"):
-                assert {*named} <= used, f"{owner.__name__}.{method.name}"
 
 
 # Those that the text alone knows, and that of the grammar, which is made before.
