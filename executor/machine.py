@@ -17,38 +17,54 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def usable_cores(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
     """Return the number of whole cores, at least one, that the affinity and all quotas above this process allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(floor(quota) for quota in _quotas(root, membership))]))
+    quotas = (_quota(*found) for found in _groups("cpu", root, membership))
+    return max(1, min([cores, *(floor(quota) for quota in quotas if quota is not None)]))
 
 
-def _quotas(root: Path, membership: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of the process's control group and of every group above it."""
-    folders: tuple[Path, ...]
+def available_memory(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Return the available bytes: the least of the machine's and of what each limit above this process leaves."""
+    machine = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    left = (_memory_left(*found) for found in _groups("memory", root, membership))
+    return max(0, min([machine, *(number for number in left if number is not None)]))
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the process's control group and every group above it, each with the version of its hierarchy."""
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: one hierarchy
-            folders, read = (root,), _quota_v2
-        elif "cpu" in controllers.split(","):  # version 1: a hierarchy, mounted under all its controllers or one
-            folders, read = (root / controllers, root / "cpu"), _quota_v1
-        else:
+        folders = [root]  # version 2: one hierarchy
+        if controller in controllers.split(","):  # version 1: a hierarchy, mounted under all its controllers or one
+            folders = [*dict.fromkeys((root / controllers, root / controller))]
+        elif controllers:
             continue
-        for folder in dict.fromkeys(folders):
+        for folder in folders:
             # A container sees its own group at the root of the mount, whatever its path is on the host.
             group = folder / path.lstrip("/")
             for each in (group, *group.parents[: len(group.parts) - len(folder.parts)]):
-                quota = read(each)
-                if quota is not None:
-                    yield quota
+                yield each, 1 if controllers else 2
 
 
-def _quota_v2(group: Path) -> float | None:
-    numbers = _numbers(group / "cpu.max")  # "max 100000", or "200000 100000"
-    return numbers[0] / numbers[1] if len(numbers) == 2 else None
+def _quota(group: Path, version: int) -> float | None:
+    """Return a group's quota in cores."""
+    if version == 2:
+        numbers = _numbers(group / "cpu.max")  # "max 100000", or "200000 100000"
+    else:
+        numbers = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")  # -1: no quota
+    return numbers[0] / numbers[1] if len(numbers) == 2 and numbers[0] > 0 else None
 
 
-def _quota_v1(group: Path) -> float | None:
-    quota, period = _numbers(group / "cpu.cfs_quota_us"), _numbers(group / "cpu.cfs_period_us")  # -1: no quota
-    return quota[0] / period[0] if quota and period and quota[0] > 0 else None
+def _memory_left(group: Path, version: int) -> int | None:
+    """Return how many bytes a group may still take."""
+    limit, current = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    numbers = _numbers(group / limit) + _numbers(group / current)
+    if len(numbers) < 2:
+        return None
+    # The page cache counts as used but is reclaimable: a model just read from disk does not make the group full.
+    stat, prefix = _table(group / "memory.stat"), "" if version == 2 else "total_"
+    return numbers[0] - numbers[1] + stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
 
 
 def _numbers(path: Path) -> list[int]:
@@ -57,24 +73,6 @@ def _numbers(path: Path) -> list[int]:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):
         return []
-
-
-def available_memory(group: Path | None = None) -> int:
-    """Return the available bytes: the machine's or those of a control group (default: this process's), the smaller."""
-    available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    group = _own_group() if group is None else group
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        # The page cache counts as used but is reclaimable: a model just read from disk does not make the group full.
-        stat = _table(group / "memory.stat")
-        used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)
-
-
-def _own_group() -> Path:
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    return Path("/sys/fs/cgroup", *(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
 
 
 def _table(path: Path) -> dict[str, int]:

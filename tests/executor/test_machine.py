@@ -20,12 +20,13 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
 
 
-def counted(folder: Path, membership: str, files: dict[str, str]) -> int:
+def written(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """Write the files of control groups, and of this process's membership; return both places."""
     (folder / "membership").write_text(membership)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return usable_cores(folder, folder / "membership")
+    return folder, folder / "membership"
 
 
 @pytest.mark.usefixtures("affinity")
@@ -36,7 +37,7 @@ def counted(folder: Path, membership: str, files: dict[str, str]) -> int:
 def test_a_cpu_quota_counts_like_missing_cores(
     tmp_path: Path, membership: str, files: dict[str, str], cores: int
 ) -> None:
-    assert counted(tmp_path, membership, files) == cores
+    assert usable_cores(*written(tmp_path, membership, files)) == cores
 
 
 def test_without_control_groups_the_affinity_decides(tmp_path: Path) -> None:
@@ -52,21 +53,38 @@ def test_the_team_of_a_model_is_no_larger_than_the_quota(tmp_path: Path, monkeyp
     assert describe_cpu(torch.float32, None, None).num_threads == 2
 
 
-def group(path: Path, limit: str) -> Path:
-    (path / "memory.max").write_text(f"{limit}\n")
-    (path / "memory.current").write_text("9000000\n")
-    (path / "memory.stat").write_text("anon 1000000\nactive_file 3000000\ninactive_file 4500000\nshmem 500000\n")
-    return path
+STAT = "anon 1000000\nactive_file 3000000\ninactive_file 4500000\n"
+STAT_OF_ALL_BELOW = "active_file 0\ninactive_file 0\ntotal_active_file 3000000\ntotal_inactive_file 4500000\n"
 
 
-def test_a_control_group_s_page_cache_counts_as_free(tmp_path: Path) -> None:
-    assert available_memory(group(tmp_path, "10000000")) == 10_000_000 - 1_500_000
+def group(path: str, limit: str, version: int = 2) -> dict[str, str]:
+    """Return the files of a group that takes 9 MB, of which 7.5 MB are page cache."""
+    if version == 1:
+        files = {"limit_in_bytes": limit, "usage_in_bytes": "9000000\n", "stat": STAT_OF_ALL_BELOW}
+    else:
+        files = {"max": limit, "current": "9000000\n", "stat": STAT}
+    return {f"{path}memory.{name}": text for name, text in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/\n", group("", "10000000\n")),
+        ("0::/slice/job\n", {**group("slice/job/", "max\n"), **group("slice/", "10000000\n")}),
+        ("4:memory:/a/b\n0::/\n", {**group("memory/a/b/", "99999999\n", 1), **group("memory/a/", "10000000\n", 1)}),
+    ],
+    ids=["its own limit", "a limit above it", "version 1"],
+)
+def test_of_the_memory_in_a_control_group_the_page_cache_counts_as_free(
+    tmp_path: Path, membership: str, files: dict[str, str]
+) -> None:
+    assert available_memory(*written(tmp_path, membership, files)) == 10_000_000 - 1_500_000
 
 
 def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    assert available_memory(group(tmp_path, "1000")) == 0
+    assert available_memory(*written(tmp_path, "0::/", group("", "1000"))) == 0
 
 
 def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
-    assert available_memory(group(tmp_path, "max")) > 10_000_000
-    assert available_memory(tmp_path / "absent") > 10_000_000
+    assert available_memory(*written(tmp_path, "0::/", group("", "max"))) > 10_000_000
+    assert available_memory(tmp_path, tmp_path / "absent") > 10_000_000
