@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
 from penstock.engine.options import (
+    REMOVED,
     Count,
     D,
     Length,
@@ -28,7 +29,6 @@ from penstock.engine.options import (
     options_of,
     size_bytes,
 )
-from penstock.engine.removed import REMOVED
 from penstock.engine.vllm_options import add_ignored_options, nearest, split_ignored
 from penstock.executor.protocol import (
     Device,

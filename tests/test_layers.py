@@ -41,7 +41,7 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("options removed vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
+    "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
     "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox machine weight_memory",
                  "kernels", "loading", "models",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.core.rates import Rates
+from penstock.engine.core.tier_stats import Rates
 from penstock.engine.core.tiered_kv import TieredKv
 from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until

@@ -19,9 +19,8 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.kv import Kv
-from penstock.engine.core.rates import Rates
 from penstock.engine.core.request import Claim, Loading, Request, WaitingQueue
-from penstock.engine.core.tier_stats import tier_stats
+from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import MissReason, Stats
 from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers
 

@@ -2,10 +2,12 @@
 
 httptools does not limit headers (another server accepted 200 MB of them), and an ASGI application gets a request only
 when its headers are complete, so these checks have to be here. A refusal is written in the error format of the API;
-then further input is discarded for a moment, because a reset could overtake the answer.
+then further input is discarded for a moment, because a reset could overtake the answer. Offers to upgrade the protocol
+are taken out of a head before it is parsed.
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.engine.http.errors import error_body
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
-from penstock.engine.http.offers import without_upgrade
+
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """Rename the Upgrade header, which Java's client sends with every request. After it, a parser treats the following
+    bytes as the other protocol: the body would be lost or parsed as the next request."""
+    end = data.find(b"\r\n\r\n")
+    end = len(data) if end < 0 else end
+    if _UPGRADE.search(data, 0, end) is None:  # the common case: nothing is copied
+        return data
+    return _UPGRADE.sub(b"\r\nx-penstock-upgrade:", data[:end]) + data[end:]
 
 
 class GuardedConnection(HttpToolsProtocol):

@@ -1,7 +1,7 @@
 """Turns a `Step` into tensors, runs the model and the sampler, and returns a `StepResult`.
 
 It works in two halves, so that a device can compute one step while the host builds the next: `launch` does not need
-any result of an earlier step on the host; `finish` waits for the results.
+any result of an earlier step on the host; `finish` waits for the results. `Pooler` makes the embeddings of prompts.
 """
 
 import time
@@ -26,9 +26,40 @@ from penstock.executor.step.graphs import StepGraphs
 from penstock.executor.step.inputs import Inputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
-from penstock.executor.step.pooling import Pooler, embedding_bytes
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.tiers.transfers import RankTransfers
+
+
+class Pooler:
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[torch.Tensor, int]] = {}  # slot → (sum so far [hidden], number of positions)
+
+    def admit(self, admission: Admission) -> None:
+        self._sums.pop(admission.slot, None)
+
+    def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
+        """Add a chunk's hidden states [count, hidden]; return the embedding once the prompt is complete, else None.
+
+        Raises ValueError if it is not finite, or if positions were skipped: a cached prefix has no hidden states.
+        """
+        # float64 makes the embedding independent of chunk boundaries.
+        total, count = self._sums.pop(admission.slot, (torch.zeros((), dtype=torch.float64), 0))
+        total, count = total.to(hidden.device) + hidden.sum(0, dtype=torch.float64), count + len(hidden)
+        if end < admission.num_prompt:
+            self._sums[admission.slot] = (total, count)
+            return None
+        if count != admission.num_prompt:
+            raise ValueError(f"mean pooling saw {count} of {admission.num_prompt} positions; it cannot use cached ones")
+        return embedding_bytes(total / count)
+
+
+def embedding_bytes(embedding: torch.Tensor) -> bytes:
+    """Return an embedding or a label head's outputs [width] for a step's result; raise ValueError if not finite."""
+    embedding = embedding.float().cpu()
+    if not torch.isfinite(embedding).all():
+        raise ValueError("the model's hidden states are not finite (NaN or infinity)")
+    return embedding.numpy().astype(np.dtype("<f4")).tobytes()
+
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
 PROMPT_LOGPROB_ROWS = 128  # prompt positions per chunk of logits: those of a whole prompt would fill the memory

@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 import httptools
 
+from penstock.engine.http.connection import without_upgrade
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
-from penstock.engine.http.offers import without_upgrade
 from penstock.router.http.heads import CONTINUE, ClientRequest, Headers, Heads, answer_head, written
 
 HIGH_WATER_BYTES = 64 * 1024  # bytes unread by a client before reading from its replica pauses

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.engine.removed import REMOVED, REMOVED_COMMANDS
+from penstock.engine.options import REMOVED, REMOVED_COMMANDS
 from penstock.engine.vllm_options import nearest
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.core.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
+from penstock.engine.core.tier_stats import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
 
 
 def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:

@@ -31,8 +31,7 @@ from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Abilities, Ask
 from penstock.engine.commands.prove.report import exit_code
 from penstock.engine.commands.prove.schema import errors_of
-from penstock.engine.core.rates import Rates
-from penstock.engine.core.tier_stats import tier_stats
+from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
 from tests.support import reference_server

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelError, ModelFiles
-from penstock.engine.text.gguf_splits import SPLITS
-from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
+from penstock.engine.text.gguf_tokenizer import SPLITS, read_gguf_metadata
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
