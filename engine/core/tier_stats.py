@@ -1,5 +1,4 @@
-"""What is measured of the tiers: rates, which tell whether loading KV blocks is faster than recomputing them, and gauges
-and counters by tier, from the index and from the ranks' stores.
+"""Measured rates, which tell whether loading KV blocks is faster than recomputing them; gauges and counters by tier.
 
 Until a rate has been measured, blocks are loaded, which yields the first measurements.
 """
