@@ -41,7 +41,9 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None, file
     The config's `hf_overrides` replace fields of the model's own configuration.
     """
     path, overrides = Path(path), {} if config is None else config.hf_overrides
-    checkpoint = _open(path, file) if not path.is_dir() else _open_folder(path, overrides)
+    if path.is_dir():
+        return _open_folder(path, overrides)
+    checkpoint = _open(path, file)
     checkpoint.config = {**checkpoint.config, **overrides}
     return checkpoint
 
@@ -57,9 +59,10 @@ def open_tensors(path: Path, model: Path, config: ExecutorConfig) -> Checkpoint:
 
 
 def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
-    config = {**read_json(path / "config.json"), **overrides}  # its `auto_map` is ignored
+    config = read_json(path / "config.json")  # its `auto_map` is ignored
     if config.get("quantization_config") is None and (old := old_config(path)) is not None:
         config["quantization_config"] = old
+    config |= overrides
     where = str(path / "config.json")
     schemes = read_schemes(config, where)
     folder = SafetensorsFolder(path, config)

@@ -13,6 +13,7 @@ from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
 from penstock.executor.kernels.weight import Groups, Weight, group_of
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
+from penstock.executor.protocol import ExecutorConfig
 from tests.support.checkpoints import compute_codes_as_a_gpu, copied, edit_config, executor_of
 from tests.support.packed_models import CASES, WEIGHTS, folders, quantize
 from tests.support.twins import torch_ops
@@ -111,6 +112,8 @@ def test_an_old_file_beside_config_json_says_as_much(tmp_path: Path) -> None:
     (path / "quantize_config.json").write_text(json.dumps(old))
     part = open_checkpoint(path).read("model.layers.0.mlp.up_proj.weight")
     assert isinstance(part, Weight)
+    given = ExecutorConfig(model=str(path), hf_overrides={"quantization_config": None})
+    assert not open_checkpoint(path, given).has_codes, "an option that says otherwise has the last word"
 
 
 @pytest.mark.parametrize("name", ["gptq-ordered", "deepseek-v3"])
