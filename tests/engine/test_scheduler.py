@@ -186,3 +186,12 @@ def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_
     world.scheduler._preempt(next(iter(world.scheduler.running)))
     world.step()
     assert len(expected) == 15 and found == expected
+
+
+def test_a_prompt_that_is_preempted_half_way_has_each_log_probability_once() -> None:
+    world = World(max_num_batched_tokens=8, max_in_flight=1)
+    world.submit(submit("a", list(range(16)), sampling=Sampling(temperature=0.0, prompt_logprobs=1)))
+    world.step()
+    world.scheduler._preempt(next(iter(world.scheduler.running)))
+    world.run()
+    assert [entry.ids[0] for entry in world.outputs["a"][0].prompt_logprobs or ()] == list(range(1, 16))
