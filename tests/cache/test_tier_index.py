@@ -35,7 +35,7 @@ def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_f
     fill(device, index, [4])
     save_all(device, index)
     assert [bool(index.host.find(key(n))) for n in (1, 2, 3, 4)] == [True, True, False, True]
-    assert index.counts["evictions"] == 1
+    assert index.counts["evictions"] == 1 and index.counts["saves"] == 4
 
 
 def test_a_pinned_slot_is_never_evicted_and_a_full_host_drops_what_is_offered() -> None:
