@@ -35,10 +35,16 @@ def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: A
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
 
-class Recorder:
-    """Keeps the outputs of each request, and checks that none comes after its end."""
+class Simulation:
+    """A scheduler over any executor, stepped by hand, with all invariants checked. It keeps what each request was given."""
 
-    outputs: dict[str, list[Output]]
+    step_s: float = 0.0  # how far the clock moves with a step
+    now_s: float = 0.0
+
+    def __init__(self, executor: Any, config: SchedulerConfig) -> None:
+        self.executor = executor  # tests look into it
+        self.outputs: dict[str, list[Output]] = {}
+        self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]
@@ -55,18 +61,6 @@ class Recorder:
             self.outputs[output.request_id].append(output)
             if output.reuse is not None:
                 assert min(output.reuse.cached.values()) >= 0
-
-
-class Simulation(Recorder):
-    """A scheduler over any executor, stepped by hand, with all invariants checked, and what each request was given."""
-
-    step_s: float = 0.0  # how far the clock moves with a step
-    now_s: float = 0.0
-
-    def __init__(self, executor: Any, config: SchedulerConfig) -> None:
-        self.executor = executor  # tests look into it
-        self.outputs = {}
-        self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def plan(self) -> Step:
         step = self.scheduler.schedule()
