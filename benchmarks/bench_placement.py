@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from pairs import main, quantile, table
-from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, agent_arrivals, pooled_hit
+from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 
 from penstock.cache.keys import block_keys
 from penstock.engine.http.kv_stream import Changes, Snapshot
@@ -161,6 +161,23 @@ def read_trace(path: Path) -> list[Arrival]:
         keys = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         arrivals.append(Arrival(row["timestamp"] / 1000, row["input_length"], row["output_length"], keys))
     return arrivals
+
+
+def agent_arrivals(seconds: float, rate: float, seed: int = 0) -> list[Arrival]:
+    """Return the requests of agents: sessions that begin at `rate` per second with one of twenty system prompts, of which a
+    few are common, and have 3 to 24 turns. 86 % of the pauses between two turns are about half a second."""
+    rng, arrivals, start_s = np.random.default_rng(seed), list[Arrival](), 0.0
+    prompts = [rng.integers(1, 2**63, int(rng.integers(4, 16)), np.uint64) for _ in range(20)]
+    while (start_s := start_s + rng.exponential(1 / rate)) < seconds:
+        at_s, keys, rest = start_s, prompts[int(min(rng.zipf(1.5), 20)) - 1], 0
+        for _ in range(int(rng.integers(3, 25))):
+            num_blocks, rest = divmod(rest + int(rng.lognormal(6.5, 0.9)), BLOCK_SIZE)
+            keys = np.concatenate([keys, rng.integers(1, 2**63, num_blocks, np.uint64)])
+            answer = int(rng.integers(30, 400))
+            arrivals.append(Arrival(at_s, len(keys) * BLOCK_SIZE + rest, answer, keys))
+            rest += answer
+            at_s += 0.5 + answer * 0.02 + rng.exponential(0.6 if rng.random() < 0.86 else 8.0)
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
 def trace(

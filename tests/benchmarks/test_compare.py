@@ -1,6 +1,5 @@
 """Servers side by side, and results against earlier ones."""
 
-import contextlib
 import importlib
 import json
 import sys
@@ -8,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from anyio.from_thread import start_blocking_portal
 from benchmarks import pairs
 
-from tests.support.bench_endpoint import Endpoint, speak_openai
+from tests.support.bench_endpoint import endpoint
 
 sys.path.insert(0, str(pairs.HERE))  # its scripts import each other as scripts do
 compare, script_pairs = importlib.import_module("compare"), importlib.import_module("pairs")
@@ -24,11 +22,9 @@ def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def urls() -> Iterator[list[str]]:
-    """Two servers of a few lines, in a loop of their own."""
-    with contextlib.ExitStack() as stack:
-        portal = stack.enter_context(start_blocking_portal())
-        servers = [portal.wrap_async_context_manager(Endpoint(speak_openai)) for _ in range(2)]
-        yield [stack.enter_context(server).url for server in servers]
+    """Two servers of a few lines."""
+    with endpoint() as first, endpoint() as second:
+        yield [first.url, second.url]
 
 
 def test_two_servers_take_turns_and_the_ratios_are_of_the_first(

@@ -12,11 +12,10 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.engine.config import SpeculativeConfig
 from penstock.executor.protocol import GroupInfo, Part, SleepLevel, WeightsError
-from tests.support.core_rig import CoreRig
 from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import hardest
-from tests.support.simulation import submit
+from tests.support.simulation import CoreRig, submit
 
 PROMPT = list(range(40))
 ALL: tuple[Part, ...] = ("weights", "kv_cache")
@@ -30,9 +29,9 @@ GROUPS = {
 class Rig(CoreRig):
     """A core with room for everything that these tests ask for."""
 
-    def __init__(self, groups: str = "one group", host_bytes: int = 0, drafts: SpeculativeConfig | None = None) -> None:
+    def __init__(self, groups: str = "one group", host_slots: int = 0, drafts: SpeculativeConfig | None = None) -> None:
         sizes: dict[str, Any] = {"num_blocks": 512, "max_num_batched_tokens": 64, "max_model_len": 2048}
-        super().__init__(**sizes, groups=GROUPS[groups], drafts=drafts, options={"kv_host_bytes": host_bytes})
+        super().__init__(**sizes, groups=GROUPS[groups], drafts=drafts, host_slots=host_slots)
         self.pauses = self.core.pauses
 
     def ask(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT) -> None:
@@ -63,9 +62,9 @@ def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "o
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("host_bytes", [0, 2**16], ids=["device", "with a tier"])
-def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups: str, host_bytes: int) -> None:
-    rig = Rig(groups, host_bytes)
+@pytest.mark.parametrize("host_slots", [0, 16], ids=["device", "with a tier"])
+def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups: str, host_slots: int) -> None:
+    rig = Rig(groups, host_slots)
     paths = [None, content_folder(tmp_path, "a"), content_folder(tmp_path, "b"), content_folder(tmp_path, "a")]
     for turn, path in enumerate(paths):
         before = rig.core.info.fingerprint
@@ -88,7 +87,7 @@ def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups
 def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
     tmp_path: Path, num_steps: int, groups: str, drafts: SpeculativeConfig | None
 ) -> None:
-    rig, path = Rig(groups, 2**16, drafts), content_folder(tmp_path, "a")
+    rig, path = Rig(groups, 16, drafts), content_folder(tmp_path, "a")
     for index in range(3):
         rig.ask(str(index), prompt=PROMPT[index:])
     rig.step(num_steps)
@@ -110,7 +109,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])
     drafts = SpeculativeConfig(method="ngram") if rng.random() < 0.3 else None
-    rig = Rig(groups, rng.choice([0, 2**13, 2**16]), drafts)
+    rig = Rig(groups, rng.choice([0, 2, 16]), drafts)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     prompts: dict[str, list[int]] = {}
     weights: list[str | None] = [None]  # by version
@@ -206,7 +205,7 @@ def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLevel) -> None:
-    rig, path = Rig(host_bytes=2**16), content_folder(tmp_path, "a")
+    rig, path = Rig(host_slots=16), content_folder(tmp_path, "a")
     rig.ask("kept")
     rig.step(4)
     with pytest.raises(WeightsError, match="sleep: the engine runs; pause comes first"):

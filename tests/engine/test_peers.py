@@ -29,7 +29,8 @@ def worlds(*shapes: dict[str, Any]) -> Iterator[list[World]]:
         for number, shape in enumerate(shapes):
             peers = tuple(address for other, address in enumerate(addresses) if other != number)
             options = {"num_blocks": 40, "host_slots": 60, "step_s": 1e-4, **shape}  # reads take real time
-            made.append(World(kv_peers=peers, kv_peer_listen=addresses[number], **options))
+            shared = {"kv_peers": peers, "kv_peer_listen": addresses[number]}
+            made.append(World(options=shared, **options))
         for world in made:
             until(partial(is_connected, world), "all are connected")
         yield made

@@ -1,77 +1,12 @@
 """A server of a few lines for the load generator's tests: it answers with the bytes it is given."""
 
-import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Iterator
 from typing import Any
 
-from penstock.engine.commands.prove.http_client import Client, Target
-
-
-@dataclass
-class Asked:
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-Answer = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
-
-
-@dataclass
-class Endpoint:
-    """Runs `answer` for every request; a connection is kept until the answer closes it."""
-
-    answer: Answer
-    asked: list[Asked] = field(default_factory=list)
-    num_connections: int = 0
-    running: int = 0
-    most_running: int = 0
-
-    async def __aenter__(self) -> "Endpoint":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.url = f"http://{host}:{port}"
-        self.client = Client(Target.of(self.url))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.client.close()
-        self._server.close()
-        await asyncio.sleep(0.01)  # the connections' tasks see that their clients have gone
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
-        try:
-            while not writer.is_closing():
-                asked = await _read(reader)
-                self.asked.append(asked)
-                self.running += 1
-                self.most_running = max(self.most_running, self.running)
-                await self.answer(asked, writer)
-                self.running -= 1
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-
-async def _read(reader: asyncio.StreamReader) -> Asked:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    first, *lines = head.strip().split("\r\n")
-    method, path, _ = first.split()
-    headers = dict(line.split(": ", 1) for line in lines)
-    return Asked(method, path, headers, await reader.readexactly(int(headers["Content-Length"])))
-
-
-def plain(body: bytes, status: str = "200 OK") -> bytes:
-    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), len(body), body)
+from tests.support.router_stub import Answer, Seen, Stub, stub, whole
 
 
 def streamed(*payloads: bytes) -> bytes:
@@ -88,11 +23,16 @@ def completion(num_tokens: int, prompt_tokens: int = 5, **usage: Any) -> bytes:
     return streamed(*[json.dumps(piece).encode() for piece in [*pieces, end]], b"[DONE]")
 
 
-async def speak_openai(asked: Asked, writer: asyncio.StreamWriter) -> None:
+def speak_openai(seen: Seen, sock: socket.socket) -> bytes:
     """Lists a model; completes prompts with as many tokens as were asked for."""
-    if asked.path.endswith("/v1/models"):
-        writer.write(plain(b'{"object": "list", "data": [{"id": "a/model"}]}'))
-    else:
-        body = asked.json
-        writer.write(completion(body.get("max_tokens") or body["max_completion_tokens"], len(body.get("prompt", "xx"))))
-    await writer.drain()
+    if seen.line.startswith(b"GET /v1/models "):
+        return whole(b'{"object": "list", "data": [{"id": "a/model"}]}')
+    body = json.loads(seen.body)
+    return completion(body.get("max_tokens") or body["max_completion_tokens"], len(body.get("prompt", "xx")))
+
+
+@contextlib.contextmanager
+def endpoint(answer: Answer = speak_openai) -> Iterator[Stub]:
+    with stub(answer) as server:
+        server.answers_all = True
+        yield server

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,6 +13,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from penstock.engine.http.telemetry import Telemetry
+from tests.support.router_stub import Seen, stub, whole
 from tests.support.running_server import until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -33,6 +34,8 @@ class SpanSeen(NamedTuple):
 
 
 class Collector:
+    url: str
+
     def __init__(self) -> None:
         self.spans: list[SpanSeen] = []
         self.headers: list[dict[str, str]] = []
@@ -40,37 +43,19 @@ class Collector:
         self.num_asked = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
-        collector = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                collector.num_asked += 1
-                collector.may_answer.wait(60)
-                if collector.status == 200:
-                    collector.take(self.path, dict(self.headers.items()), body)
-                with contextlib.suppress(OSError):  # the exporter may have given up
-                    self.send_response(collector.status)
-                    self.send_header("content-length", "0")
-                    self.end_headers()
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
-
-    def take(self, path: str, headers: dict[str, str], body: bytes) -> None:
-        assert path == "/v1/traces"
-        self.headers.append({name.lower(): value for name, value in headers.items()})
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            service = plain(resource.resource.attributes)["service.name"]
-            for scope in resource.scope_spans:
-                assert scope.scope.name == "penstock"
-                self.spans += [seen(service, span) for span in scope.spans]
+    def answer(self, asked: Seen, sock: socket.socket) -> bytes:
+        self.num_asked += 1
+        self.may_answer.wait(60)
+        if self.status == 200:
+            assert asked.line.startswith(b"POST /v1/traces ")
+            self.headers.append({name.decode(): value.decode() for name, value in asked.headers})
+            for resource in ExportTraceServiceRequest.FromString(asked.body).resource_spans:
+                service = plain(resource.resource.attributes)["service.name"]
+                for scope in resource.scope_spans:
+                    assert scope.scope.name == "penstock"
+                    self.spans += [seen(service, span) for span in scope.spans]
+        return whole(b"", b"%d said so" % self.status)
 
     def named(self, name: str, count: int = 1) -> list[SpanSeen]:
         """The spans of a name, once there are as many."""
@@ -116,13 +101,7 @@ def traced(collector: Collector) -> Telemetry:
 def collecting() -> Iterator[Collector]:
     """Serve a collector; processes that start meanwhile export their spans at once."""
     collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        with mock.patch.dict(os.environ, OTEL_BSP_SCHEDULE_DELAY="20"):
-            yield collector
-    finally:
+    with stub(collector.answer) as server, mock.patch.dict(os.environ, OTEL_BSP_SCHEDULE_DELAY="20"):
+        collector.url = server.url + "/v1/traces"
+        yield collector
         collector.may_answer.set()
-        collector.server.shutdown()
-        collector.server.server_close()
-        thread.join(60)

@@ -40,9 +40,17 @@ class FaultyCalls(SystemCalls):
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def open(self, directory: int, name: str, flags: int) -> int:
-        self._meet("open")
-        return super().open(directory, name, flags)
+    def __getattribute__(self, name: str) -> Any:
+        """A system call that a fault only delays or fails."""
+        found = super().__getattribute__(name)
+        if name not in POINTS or name in vars(FaultyCalls):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self._meet(name)
+            return found(*arguments)
+
+        return call
 
     def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
         fault = self._meet("writev")
@@ -61,26 +69,6 @@ class FaultyCalls(SystemCalls):
                 at = self._random.randrange(8 * len(part))
             part[at // 8] ^= 1 << at % 8
         return count
-
-    def allocate(self, file: int, size_bytes: int) -> None:
-        self._meet("allocate")
-        super().allocate(file, size_bytes)
-
-    def truncate(self, file: int, size_bytes: int) -> None:
-        self._meet("truncate")
-        super().truncate(file, size_bytes)
-
-    def sync(self, file: int) -> None:
-        self._meet("sync")
-        super().sync(file)
-
-    def rename(self, directory: int, old: str, new: str) -> None:
-        self._meet("rename")
-        super().rename(directory, old, new)
-
-    def unlink(self, directory: int, name: str) -> None:
-        self._meet("unlink")
-        super().unlink(directory, name)
 
     def _meet(self, point: str) -> Fault | None:
         """The fault that strikes this call, if any; errors are raised here."""

@@ -6,6 +6,7 @@ types that are listed, or in float32; the model has the values of the file.
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,26 +169,12 @@ def written(name: str, path: Path, without: str = "nothing", **changes: Any) -> 
     return write(path, case.architecture, keys, tensors), model
 
 
+@cache
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of a Llama of the sizes above, untied."""
-    result: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (VOCAB, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-        "output.weight": (VOCAB, HIDDEN),
-    }
-    for i in range(LAYERS):
-        result |= {
-            f"blk.{i}.attn_norm.weight": (HIDDEN,),
-            f"blk.{i}.ffn_norm.weight": (HIDDEN,),
-            f"blk.{i}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{i}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{i}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"blk.{i}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
-            f"blk.{i}.ffn_gate.weight": (INNER, HIDDEN),
-            f"blk.{i}.ffn_up.weight": (INNER, HIDDEN),
-            f"blk.{i}.ffn_down.weight": (HIDDEN, INNER),
-        }
-    return result
+    case = CASES["llama"]
+    model = random_model(case.model, case.fields | {"tie_word_embeddings": False})
+    return {name: data.shape for name, (data, _) in tensors_of(model, case).items()}
 
 
 def small_file(path: Path, keys: dict[str, Any] | None = None, kind: str = "Q4_1") -> Path:

@@ -13,8 +13,8 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
-from tests.support.core_rig import CoreRig
 from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.simulation import CoreRig
 
 VOCAB_SIZE = 300  # more logits than tokens, as models often have
 

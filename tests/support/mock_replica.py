@@ -1,18 +1,19 @@
 """Replicas for fleets: the real HTTP server and the real scheduler over the oracle executor, at the speed of a GPU.
 
-    python -m tests.support.mock_replica --prefill-tps 20000 --inter-token-s 0.01
+    python -m tests.support.mock_replica '{"prefill_tps": 20000, "inter_token_s": 0.01}'
 
 Prints its port. Fleets fork theirs (tests/support/fork_server.py), so that eight of them start at once; kill, stop and drain them
 as you like. The engine core lives in the server's process: a step takes the time that its tokens would take, and no
 more CPU.
 """
 
-import argparse
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import uvloop
@@ -99,7 +100,7 @@ class MockEngine(AsyncEngine):
             self._report_cache()
 
 
-async def replica(options: argparse.Namespace, server: ServerConfig, announce: Callable[[str], None]) -> int:
+async def replica(options: SimpleNamespace, server: ServerConfig, announce: Callable[[str], None]) -> int:
     config = engine_config(
         "oracle",
         {
@@ -133,26 +134,25 @@ def report(url: str) -> None:
     print(url.rpartition(":")[2], flush=True)
 
 
-FLAGS: dict[str, Any] = {  # with their defaults
+SETTINGS: dict[str, Any] = {  # with their defaults
     "port": 0,
-    "prefill-tps": 1e6,
-    "inter-token-s": 0.0,
-    "kv-tokens": 1 << 20,
-    "kv-host-bytes": 0,
-    "kv-peer-listen": "",
-    "max-model-len": 65536,
-    "max-num-seqs": 256,
-    "kv-events": "",  # publish them as vLLM does, at two sockets of this name
-    "otlp-traces-endpoint": "",
+    "prefill_tps": 1e6,
+    "inter_token_s": 0.0,
+    "kv_tokens": 1 << 20,
+    "kv_host_bytes": 0,
+    "kv_peer_listen": "",
+    "kv_peer": [],
+    "max_model_len": 65536,
+    "max_num_seqs": 256,
+    "kv_events": "",  # publish them as vLLM does, at two sockets of this name
+    "otlp_traces_endpoint": "",
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--kv-peer", nargs="+", default=[])
-    options = parser.parse_args()
+    given = json.loads(sys.argv[1])
+    assert given.keys() <= SETTINGS.keys()
+    options = SimpleNamespace(**SETTINGS | given)
     published = options.kv_events and KvEventsConfig(
         enable_kv_cache_events=True,
         endpoint=f"ipc://{options.kv_events}.events",

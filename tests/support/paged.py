@@ -28,7 +28,6 @@ class Cache:
             where = blocks[position // page], position % page
             self.k_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row)
             self.v_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row + 1)
-        self.contexts = contexts
 
     def to(self, device: torch.device) -> "Cache":
         moved = copy.copy(self)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections import Counter
@@ -47,22 +48,17 @@ class MockReplica:
 
 @contextlib.contextmanager
 def mock_replicas(count: int = 1, **settings: Any) -> Iterator[list[MockReplica]]:
-    """`settings` are the flags of mock_replica.py."""
-    flags = [
-        word
-        for name, value in settings.items()
-        for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value]))
-    ]
+    """`settings` are those of mock_replica.py."""
     with contextlib.ExitStack() as stack:
-        started = [_start(stack, flags) for _ in range(count)]
+        started = [_start(stack, json.dumps(settings, default=str)) for _ in range(count)]
         yield [MockReplica(int(said.readline()), pid) for pid, said in started]
 
 
-def _start(stack: contextlib.ExitStack, flags: list[str]) -> tuple[int, TextIO]:
+def _start(stack: contextlib.ExitStack, settings: str) -> tuple[int, TextIO]:
     """A process that ends with the stack, and what it says."""
     reads, writes = os.pipe()
     said = stack.enter_context(os.fdopen(reads))
-    child = fork_server("tests.support.mock_replica").start(*flags, fds={1: writes})
+    child = fork_server("tests.support.mock_replica").start(settings, fds={1: writes})
     os.close(writes)
     stack.callback(child.wait, 20)
     stack.callback(child.kill)

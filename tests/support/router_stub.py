@@ -82,7 +82,8 @@ class Stub(socketserver.ThreadingTCPServer):
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.seen: list[Seen] = []
-        self.num_closed = 0  # connections that the router closed
+        self.num_opened = self.num_closed = 0  # connections, and those that the other end closed
+        self.answers_all = False  # whether `answer` has GETs too
         self.is_ready = True
         self.is_dying = False  # takes connections and answers nothing: the kernel has yet to close what listens
         self.models = MODELS
@@ -98,6 +99,7 @@ class _Connection(socketserver.BaseRequestHandler):
     server: Stub
 
     def handle(self) -> None:
+        self.server.num_opened += 1
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         data = b""
         with contextlib.suppress(OSError):
@@ -123,6 +125,9 @@ class _Connection(socketserver.BaseRequestHandler):
         if self.server.is_dying:
             return None
         path = seen.line.split(b" ")[1]
+        if self.server.answers_all:
+            self.server.seen.append(seen)
+            return self.server.answer(seen, self.request)
         if path == b"/ready":
             return whole() if self.server.is_ready else whole(b"{}", b"503 Service Unavailable")
         if path == b"/v1/models":

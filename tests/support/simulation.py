@@ -7,7 +7,7 @@ tokens that it gets alone with an ample pool.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from penstock.cache.tiers.base import Store
-from penstock.engine.config import SchedulerConfig, SpeculativeConfig
+from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiered_kv import TieredKv
+from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
@@ -33,10 +35,16 @@ def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: A
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
 
-class Recorder:
-    """Keeps the outputs of each request, and checks that none comes after its end."""
+class Simulation:
+    """A scheduler over any executor, stepped by hand, with all invariants checked. It keeps what each request was given."""
 
-    outputs: dict[str, list[Output]]
+    step_s: float = 0.0  # how far the clock moves with a step
+    now_s: float = 0.0
+
+    def __init__(self, executor: Any, config: SchedulerConfig) -> None:
+        self.executor = executor  # tests look into it
+        self.outputs: dict[str, list[Output]] = {}
+        self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]
@@ -53,18 +61,6 @@ class Recorder:
             self.outputs[output.request_id].append(output)
             if output.reuse is not None:
                 assert min(output.reuse.cached.values()) >= 0
-
-
-class Simulation(Recorder):
-    """A scheduler over any executor, stepped by hand, with all invariants checked, and what each request was given."""
-
-    step_s: float = 0.0  # how far the clock moves with a step
-    now_s: float = 0.0
-
-    def __init__(self, executor: Any, config: SchedulerConfig) -> None:
-        self.executor = executor  # tests look into it
-        self.outputs = {}
-        self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
 
     def plan(self) -> Step:
         step = self.scheduler.schedule()
@@ -141,25 +137,22 @@ class World(Simulation):
     store: FlakyStore | None = None  # beneath the host, as its disk
     drafts: SpeculativeConfig | None = None
     groups: Sequence[GroupInfo] = (GroupInfo(),)
-    kv_peers: tuple[str, ...] = ()
-    kv_peer_listen: str = ""
     step_s: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)  # more options of the executor
 
     def __post_init__(self) -> None:
-        executor_config = ExecutorConfig(
+        executor = ExecutorConfig(
             max_model_len=self.max_model_len,
             block_size=BLOCK_SIZE,
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             kv_host_bytes=self.host_slots * ALIGNMENT,
-            kv_peers=self.kv_peers,
-            kv_peer_listen=self.kv_peer_listen,
             hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
+            **self.options,
         )
         stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
-        executor = OracleExecutor(executor_config, self.max_in_flight, stores)
-        scheduler_config = SchedulerConfig(
+        scheduler = SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             patience_s=self.patience_s,
@@ -167,7 +160,8 @@ class World(Simulation):
             max_queued_requests=self.max_queued_requests,
             speculative_config=self.drafts,
         )
-        super().__init__(executor, scheduler_config)
+        self.config = EngineConfig(executor=executor, scheduler=scheduler)
+        super().__init__(OracleExecutor(executor, self.max_in_flight, stores), scheduler)
 
     @property
     def tiers(self) -> TieredKv:
@@ -241,6 +235,35 @@ class World(Simulation):
         assert stats.num_used_blocks == 0
         counts |= {"preempted": stats.num_preemptions, "hits": stats.prefix_hits}
         return counts | {"drafted": stats.draft_tokens, "accepted": stats.accepted_tokens}
+
+
+@dataclass
+class CoreRig(World):
+    """An engine core over an oracle, stepped by hand; its invariants are checked after every step."""
+
+    num_blocks: int = 400
+    max_model_len: int = 128
+    compiler: Compiler | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.core = EngineCore(self.config, self.executor, self.compiler, clock=lambda: self.now_s)
+        self.scheduler = self.core.scheduler
+
+    def submit(self, message: Submit) -> None:
+        self.outputs[message.request_id] = []
+        self.core.submit(message)
+
+    def abort(self, request_id: str) -> None:
+        self.keep(self.core.abort(request_id))
+
+    def step(self, check: bool = True) -> None:
+        self.keep(*self.core.step())
+        self.scheduler.check()
+
+    def run(self, check: bool = True, limit: int = 10_000) -> None:
+        while self.core.has_work():
+            self.step()
 
 
 def alone(

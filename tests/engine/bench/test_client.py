@@ -1,33 +1,38 @@
 """The load generator's HTTP client against a real socket."""
 
-import asyncio
-import json
-from typing import Any
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
 
 import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
-from penstock.engine.commands.prove.http_client import Target
-from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion
+from penstock.engine.commands.prove.http_client import Client, Target
+from tests.support.bench_endpoint import completion, endpoint
+from tests.support.router_stub import Answer, Seen, Stub
+
+
+@contextlib.asynccontextmanager
+async def asking(answer: Answer) -> AsyncIterator[tuple[Client, Stub]]:
+    with endpoint(answer) as server:
+        client = Client(Target.of(server.url))
+        yield client, server
+        client.close()
 
 
 def saying(data: bytes, close: bool = False) -> Answer:
-    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        writer.write(data)
-        await writer.drain()
-        if close:
-            writer.close()
+    def answer(seen: Seen, sock: socket.socket) -> bytes | None:
+        sock.sendall(data)
+        return None if close else b""
 
     return answer
 
 
-def post(endpoint: Endpoint, body: dict[str, Any]) -> bytes:
-    return endpoint.client.target.request("POST", "/v1/completions", json.dumps(body).encode(), {"X-Id": "7"})
-
-
-async def complete(endpoint: Endpoint) -> Outcome:
+async def complete(client: Client) -> Outcome:
     outcome = Outcome(1, 0.0)
-    outcome.finish(await endpoint.client.exchange(post(endpoint, {"max_tokens": 3}), outcome.take))
+    request = client.target.request("POST", "/v1/completions", b'{"max_tokens": 3}', {"X-Id": "7"})
+    outcome.finish(await client.exchange(request, outcome.take))
     return outcome
 
 
@@ -35,30 +40,24 @@ async def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
     data = completion(num_tokens=2)
     cuts = iter(range(1, len(data)))
 
-    async def halves(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    def halves(seen: Seen, sock: socket.socket) -> bytes:
         cut = next(cuts)
-        writer.write(data[:cut])
-        await asyncio.sleep(0.0005)
-        writer.write(data[cut:])
+        sock.sendall(data[:cut])
+        time.sleep(0.0005)
+        return data[cut:]
 
-    async with Endpoint(halves) as endpoint:
+    async with asking(halves) as (client, server):
         for _ in range(len(data) - 1):
-            assert (await complete(endpoint)).text == " t0 t1"
-        assert endpoint.num_connections == 1
+            assert (await complete(client)).text == " t0 t1"
+        assert server.num_opened == 1
 
 
 async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:
-    async def second_is_dropped(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if len(endpoint.asked) == 2:
-            writer.close()
-        else:
-            writer.write(completion(1))
-            await writer.drain()
-
-    async with Endpoint(second_is_dropped) as endpoint:
-        await complete(endpoint)
-        assert (await complete(endpoint)).error == ""
-        assert len(endpoint.asked) == 3
+    answers = iter([completion(1), None, completion(1)])
+    async with asking(lambda *_: next(answers)) as (client, server):
+        await complete(client)
+        assert (await complete(client)).error == ""
+        assert len(server.seen) == 3
 
 
 @pytest.mark.parametrize(
@@ -71,21 +70,24 @@ async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_mor
     ids=["nothing", "half", "another protocol"],
 )
 async def test_what_is_no_whole_answer_of_http_is_an_error(said: bytes, closes: bool, message: str) -> None:
-    async with Endpoint(saying(said, closes)) as endpoint:
+    async with asking(saying(said, closes)) as (client, _):
         with pytest.raises(ConnectionError, match=message):
-            await complete(endpoint)
+            await complete(client)
 
 
 async def test_an_answer_without_a_length_ends_with_the_connection() -> None:
-    async with Endpoint(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", close=True)) as endpoint:
-        assert await endpoint.client.fetch("GET", "/x") == (200, b"all of it")
+    async with asking(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", close=True)) as (client, _):
+        assert await client.fetch("GET", "/x") == (200, b"all of it")
 
 
 async def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection() -> None:
-    async with Endpoint(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")) as endpoint:
+    async with asking(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")) as (
+        client,
+        server,
+    ):
         for _ in range(2):
-            assert await endpoint.client.fetch("GET", "/x") == (200, b"ok")
-        assert endpoint.num_connections == 2
+            assert await client.fetch("GET", "/x") == (200, b"ok")
+        assert server.num_opened == 2
 
 
 def test_a_base_url_gives_host_port_and_prefix() -> None:

@@ -3,6 +3,9 @@
 import argparse
 import asyncio
 import json
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from penstock.engine.commands import bench
 from penstock.engine.commands.bench import serving
 from penstock.engine.commands.bench.report import serving_table
 from penstock.engine.config import ConfigError, chosen
-from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
+from tests.support.bench_endpoint import completion, endpoint, speak_openai
 from tests.support.refusals import cases, table
+from tests.support.router_stub import Answer, Seen, whole
 
 
 def parse(*options: str) -> argparse.Namespace:
@@ -25,24 +29,25 @@ def parse(*options: str) -> argparse.Namespace:
     return args
 
 
-def measured(*options: str, answer: Any = speak_openai) -> tuple[dict[str, Any], Endpoint]:
-    async def inside() -> tuple[dict[str, Any], Endpoint]:
-        async with Endpoint(answer) as endpoint:
-            small = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3")
-            result = await serving.measure(parse("--base-url", endpoint.url, *small, *options))
-            return result, endpoint
-
-    return asyncio.run(inside())
+def measured(*options: str, answer: Answer = speak_openai) -> tuple[dict[str, Any], list[Seen]]:
+    with endpoint(answer) as server:
+        small = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3")
+        result = asyncio.run(serving.measure(parse("--base-url", server.url, *small, *options)))
+        return result, server.seen
 
 
-def bodies(endpoint: Endpoint) -> list[dict[str, Any]]:
-    return [asked.json for asked in endpoint.asked if asked.method == "POST"]
+def bodies(asked: list[Seen]) -> list[dict[str, Any]]:
+    return [json.loads(each.body) for each in asked if is_post(each)]
+
+
+def is_post(asked: Seen) -> bool:
+    return asked.line.startswith(b"POST")
 
 
 def test_completions_are_sent_as_token_ids_and_counted() -> None:
-    result, endpoint = measured("--extra-body", '{"temperature": 0, "top_k": 5}')
-    assert [asked.path for asked in endpoint.asked] == ["/v1/models"] + 6 * ["/v1/completions"]
-    for body in bodies(endpoint):
+    result, asked = measured("--extra-body", '{"temperature": 0, "top_k": 5}')
+    assert [each.line.split()[1] for each in asked] == [b"/v1/models"] + 6 * [b"/v1/completions"]
+    for body in bodies(asked):
         assert body["model"] == "a/model" and len(body["prompt"]) == 8 and body["max_tokens"] == 3
         assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
         assert body["ignore_eos"] is True and body["temperature"] == 0 and body["top_k"] == 5
@@ -52,9 +57,9 @@ def test_completions_are_sent_as_token_ids_and_counted() -> None:
 
 
 def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
-    result, endpoint = measured("--backend", "openai-chat", "--no-ignore-eos")
-    assert endpoint.asked[-1].path == "/v1/chat/completions"
-    body = bodies(endpoint)[0]
+    result, asked = measured("--backend", "openai-chat", "--no-ignore-eos")
+    assert asked[-1].line.split()[1] == b"/v1/chat/completions"
+    body = bodies(asked)[0]
     (message,) = body["messages"]
     assert message["role"] == "user" and len(message["content"].split()) == 8
     assert body["max_completion_tokens"] == 3 and "ignore_eos" not in body and "prompt" not in body
@@ -65,41 +70,42 @@ def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
 def test_extra_fields_and_the_key_go_with_every_request(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     monkeypatch.setenv(variable, "secret")
-    _, endpoint = measured("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--model", "m")
-    assert all(body["max_tokens"] == 1 and body["min_p"] == 0.5 and body["model"] == "m" for body in bodies(endpoint))
-    assert all(asked.headers["Authorization"] == "Bearer secret" for asked in endpoint.asked)
-    assert all(asked.method == "POST" for asked in endpoint.asked), "a given model is not asked for"
-
-
-async def slow(asked: Asked, writer: asyncio.StreamWriter) -> None:
-    if asked.method == "POST":
-        await asyncio.sleep(0.02)
-    await speak_openai(asked, writer)
+    _, asked = measured("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--model", "m")
+    assert all(body["max_tokens"] == 1 and body["min_p"] == 0.5 and body["model"] == "m" for body in bodies(asked))
+    assert all(each.header(b"authorization") == [b"Bearer secret"] for each in asked)
+    assert all(map(is_post, asked)), "a given model is not asked for"
 
 
 def test_no_more_requests_are_in_flight_than_allowed() -> None:
-    _, endpoint = measured("--max-concurrency", "2", answer=slow)
-    assert endpoint.most_running == 2
-    everyone = asyncio.Barrier(6)
+    running: list[Seen] = []
+    numbers: list[int] = []
+    everyone = threading.Barrier(6)
 
-    async def when_all_are_here(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.method == "POST":
-            async with asyncio.timeout(60):
-                await everyone.wait()
-        await speak_openai(asked, writer)
+    def slow(asked: Seen, sock: socket.socket) -> bytes:
+        if is_post(asked):
+            running.append(asked)
+            numbers.append(len(running))
+            time.sleep(0.02)
+            running.remove(asked)
+        return speak_openai(asked, sock)
 
-    _, endpoint = measured(answer=when_all_are_here)
-    assert endpoint.most_running == 6
+    def when_all_are_here(asked: Seen, sock: socket.socket) -> bytes:
+        if is_post(asked):
+            everyone.wait(60)
+        return speak_openai(asked, sock)
+
+    measured("--max-concurrency", "2", answer=slow)
+    assert max(numbers) == 2
+    assert measured(answer=when_all_are_here)[0]["completed"] == 6
 
 
 def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = iter(range(100))
 
-    async def every_other(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.method == "POST" and next(numbers) % 2:
-            writer.write(plain(b"the queue is full", "429 Too Many Requests"))
-        else:
-            await speak_openai(asked, writer)
+    def every_other(asked: Seen, sock: socket.socket) -> bytes:
+        if is_post(asked) and next(numbers) % 2:
+            return whole(b"the queue is full", b"429 Too Many Requests")
+        return speak_openai(asked, sock)
 
     result, _ = measured(answer=every_other)
     assert (result["completed"], result["failed"]) == (3, 3)
@@ -108,13 +114,11 @@ def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pyte
 
 
 def test_a_server_that_hangs_up_fails_its_request_only() -> None:
-    async def hang_up(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.method == "POST":
-            writer.write(completion(3)[:150])
-            await writer.drain()
-            writer.close()
-        else:
-            await speak_openai(asked, writer)
+    def hang_up(asked: Seen, sock: socket.socket) -> bytes | None:
+        if not is_post(asked):
+            return speak_openai(asked, sock)
+        sock.sendall(completion(3)[:150])
+        return None
 
     result, _ = measured(answer=hang_up)
     assert (result["completed"], result["failed"]) == (0, 6)
@@ -165,11 +169,8 @@ def test_a_missing_server_is_reported_and_not_traced() -> None:
 
 
 def test_a_server_that_refuses_the_key_is_reported_with_its_answer() -> None:
-    async def refuse(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        writer.write(plain(b"the key is not accepted", "401 Unauthorized"))
-
     with pytest.raises(ConfigError, match="lists none; give --model .401: the key is not accepted"):
-        measured(answer=refuse)
+        measured(answer=lambda *_: whole(b"the key is not accepted", b"401 Unauthorized"))
 
 
 def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tmp_path: Path) -> None:
@@ -177,8 +178,8 @@ def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tm
     entry = {"input_length": 9, "output_length": 3, "hash_ids": [4]}
     path.write_text("".join(json.dumps({"timestamp": at, **entry}) + "\n" for at in (0, 40, 80, 90, 95, 100)))
     options = ("--dataset-name", "timed_trace", "--dataset-path", str(path))
-    result, endpoint = measured(*options)
-    assert result["completed"] == 6 and {len(body["prompt"]) for body in bodies(endpoint)} == {9}
+    result, asked = measured(*options)
+    assert result["completed"] == 6 and {len(body["prompt"]) for body in bodies(asked)} == {9}
     assert result["duration"] >= 0.1
     with pytest.raises(ConfigError, match="request_rate: given; a trace has its own arrival times"):
         measured(*options, "--request-rate", "5")

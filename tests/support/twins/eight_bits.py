@@ -7,6 +7,7 @@ from torch import Tensor
 from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized
 from penstock.executor.kernels.weight import BLOCK
+from tests.support.eight_bits import dequantize
 from tests.support.twins import torch_ops
 
 
@@ -28,19 +29,11 @@ def silu_mul_quantize(gate_up: Tensor) -> Quantized:
 
 
 def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.linear(widen_rows(x), widen(weight, weight_scales)).to(dtype)
+    return F.linear(widen_rows(x), dequantize(weight, weight_scales)).to(dtype)
 
 
 def widen_rows(x: Quantized) -> Tensor:
     """[T, K] float32"""
     values, scales = x
     rows: Tensor = (values.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
-    return rows
-
-
-def widen(weight: Tensor, scales: Tensor) -> Tensor:
-    """[N, K] with scales [N / 128 rounded up, at least K / 128] -> float32"""
-    width, depth = weight.shape
-    by_row = scales.repeat_interleave(BLOCK, 0)[:width, : depth // BLOCK]
-    rows: Tensor = (weight.float().unflatten(1, (-1, BLOCK)) * by_row[..., None]).flatten(1)
     return rows

@@ -7,8 +7,9 @@ from torch import Tensor
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.eight_bits import are_quantized
 from penstock.executor.kernels.weight import BLOCKS, Weight
+from tests.support.eight_bits import dequantize
 from tests.support.twins import grouped, torch_ops
-from tests.support.twins.eight_bits import quantize, widen, widen_rows
+from tests.support.twins.eight_bits import quantize, widen_rows
 
 
 def fused_experts(
@@ -50,5 +51,5 @@ def fused_experts(
 def _numbers(weight: Weight, dtype: torch.dtype) -> Tensor:
     if weight.format is BLOCKS:
         assert weight.scales is not None
-        return torch.stack([widen(*block) for block in zip(weight.codes, weight.scales, strict=True)]).to(dtype)
+        return torch.stack([dequantize(*block) for block in zip(weight.codes, weight.scales, strict=True)]).to(dtype)
     return weight.codes if weight.is_numbers else grouped.widen(weight).to(dtype)

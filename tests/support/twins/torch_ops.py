@@ -4,6 +4,7 @@ Arithmetic is float32 inside each operation and rounded once at its end, whateve
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,6 @@ has_packed = False
 max_normed_rows = 0
 convolve, delta_rule = recurrent_twin.convolve, recurrent_twin.delta_rule
 choose_experts = CpuOps.choose_experts  # plain torch
-
-# Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
-GATHER_ELEMENTS = 2**23
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,14 +102,13 @@ def paged_attention(
         real = int(batch.query_starts[-1])
         padding = q.new_zeros((len(q) - real, *q.shape[1:]))
         return torch.cat((paged_attention(q[:real], pages, batch, scale, extras), padding))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend_single(q, pages, batch, scale, extras, out)
-    first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
-    for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
-        table = batch.block_tables[batch.num_single_rows + index]
-        _attend_row(q[first : first + count], pages, table, context, scale, extras, out[first:])
-        first += count
-    return out
+    singles = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
+    attend = partial(_attend_rows, pages=pages, batch=batch, scale=scale, extras=extras)
+    outputs = [attend(q[:singles, None], slice(singles), batch.max_single_context)] if singles else [q[:0]]
+    parts = zip(q[singles:].split(batch.query_lens), batch.query_contexts, strict=True)
+    for row, (part, context) in enumerate(parts, singles):
+        outputs.append(attend(part[None], slice(row, row + 1), context))
+    return torch.cat(outputs)
 
 
 def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
@@ -121,28 +118,19 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
 def expanded_attention(
     q: Tensor, latents: Tensor, expand: Tensor, batch: ForwardBatch, first_row: int, scale: float, rope_dim: int
 ) -> Tensor:
-    """Some heads of a row at a time, so that what their latents expand to stays bounded."""
     nope_dim = q.shape[2] - rope_dim
-    out = torch.empty((*q.shape[:2], expand.shape[1] - nope_dim), dtype=q.dtype, device=q.device)
-    passed, first = first_row - batch.num_single_rows, 0
-    rows = zip(batch.query_lens[passed:], batch.query_contexts[passed:], batch.block_tables[first_row:], strict=True)
-    for count, context, table in rows:
+    out, passed = [q.new_empty(0, q.shape[1], expand.shape[1] - nope_dim)], first_row - batch.num_single_rows
+    rows = zip(batch.query_contexts[passed:], batch.block_tables[first_row:], strict=True)
+    parts = q.split(batch.query_lens[passed:])
+    for queries, (context, table) in zip(parts, rows, strict=True):
         pages = latents.index_select(0, table[: -(-context // latents.shape[1])])
         rotated, latent = pages.flatten(0, 1)[:context].to(q.dtype).split((rope_dim, expand.shape[2]), dim=1)
-        mask = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
-        at_once = max(1, GATHER_ELEMENTS // (context * expand.shape[1]))
-        for head in range(0, q.shape[1], at_once):
-            heads = slice(head, head + at_once)
-            made = torch.matmul(latent, expand[heads].transpose(1, 2))  # [heads, context, nope + value]
-            shared = rotated.expand(len(made), -1, -1)
-            keys, values = torch.cat((shared, made[..., :nope_dim]), dim=-1), made[..., nope_dim:]
-            queries = q[first : first + count, heads].transpose(0, 1)
-            attended = F.scaled_dot_product_attention(
-                queries[None], keys[None], values[None], attn_mask=mask, scale=scale
-            )
-            out[first : first + count, heads] = attended[0].transpose(0, 1)
-        first += count
-    return out
+        mask = torch.ones(len(queries), context, dtype=torch.bool, device=q.device).tril(context - len(queries))
+        made = torch.matmul(latent, expand.transpose(1, 2))  # [heads, context, nope + value]
+        keys = torch.cat((rotated.expand(len(made), -1, -1), made[..., :nope_dim]), dim=-1)
+        wide = queries.transpose(0, 1)[None], keys[None], made[None, ..., nope_dim:]
+        out.append(F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=scale)[0].transpose(0, 1))
+    return torch.cat(out)
 
 
 def _known(batch: ForwardBatch) -> ForwardBatch:
@@ -163,48 +151,25 @@ def _known(batch: ForwardBatch) -> ForwardBatch:
     )
 
 
-def _attend_single(
-    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras, out: Tensor
-) -> None:
-    """The rows with one token, a rectangle at a time, padded to the longest context."""
-    page, width = pages[0].shape[1:]
-    num_blocks = -(-batch.max_single_context // page)
-    group = max(1, GATHER_ELEMENTS // max(1, num_blocks * page * width))
-    for start in range(0, batch.num_single_rows, group):
-        rows = slice(start, min(start + group, batch.num_single_rows))
-        tables = batch.block_tables[rows, :num_blocks]
-        contexts = batch.context_lens[rows, None]
-        seen = torch.arange(num_blocks * page, device=q.device)
-        mask = seen < contexts  # [rows, positions]
-        if extras.window is not None:
-            mask &= seen >= contexts - extras.window
-        # What lies past the context may be anything, even NaN, which no mask and no weight of zero would hide.
-        unseen = ~mask[:, None, :, None]
-        keys, values = (_gather(part, tables, q).masked_fill_(unseen, 0) for part in pages)
-        grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
-        attended = _attend(grouped, keys, values, mask[:, None, None], scale, extras)
-        out[rows] = attended.flatten(1, 2)
-
-
-def _attend_row(
-    q: Tensor, pages: Pages, table: Tensor, context: int, scale: float, extras: ScoreExtras, out: Tensor
-) -> None:
-    """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
-    (count, num_heads, dim), page, window = q.shape, pages[0].shape[1], extras.window
-    # Blocks before the first window are not read: they may be another request's by now.
-    low = 0 if window is None else max(0, context - count + 1 - window)
-    blocks = table[None, low // page : -(-context // page)]
-    first = low // page * page
-    keys, values = (_gather(part, blocks, q)[:, :, low - first : context - first] for part in pages)
-    seen = torch.arange(low, context, device=q.device)
-    position = torch.arange(context - count, context, device=q.device)[:, None]
-    mask = seen <= position
+def _attend_rows(
+    q: Tensor, rows: slice, longest: int, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras
+) -> Tensor:
+    """Rows [R, count, Hq, D] of as many tokens each, padded to the longest context; [R * count, Hq, D]."""
+    count, page, window = q.shape[1], pages[0].shape[1], extras.window
+    blocks = batch.block_tables[rows, : -(-longest // page)]
+    seen = torch.arange(blocks.shape[1] * page, device=q.device)
+    position = batch.context_lens[rows, None, None] - count + torch.arange(count, device=q.device)[:, None]
+    mask = seen <= position  # [R, count, positions]
     if window is not None:
         mask &= seen > position - window
-    group = num_heads // keys.shape[1]
-    folded = q.view(count, -1, group, dim).permute(1, 2, 0, 3).reshape(1, -1, group * count, dim)
-    attended = _attend(folded, keys, values, mask.repeat(group, 1), scale, extras)
-    out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
+    # What no query sees may be anything, even NaN, which no mask and no weight of zero would hide.
+    unseen = ~mask.any(1)[:, None, :, None]
+    keys, values = (_gather(part, blocks, q).masked_fill_(unseen, 0) for part in pages)
+    group = q.shape[2] // keys.shape[1]  # its queries are folded with the positions: no key is read twice
+    folded = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [R, Hkv, group * count, D]
+    attended = _attend(folded, keys, values, mask.repeat(1, group, 1)[:, None], scale, extras)
+    out: Tensor = attended.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[2:])
+    return out
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, extras: ScoreExtras) -> Tensor:
