@@ -451,3 +451,8 @@ def test_a_proof_of_another_server_loads_nothing_of_the_engine() -> None:
     parents = {"penstock", "penstock.engine", "penstock.engine.commands"}
     loaded = {name for name in printed(code).split() if not name.startswith("penstock.engine.commands.prove")}
     assert loaded == parents
+
+
+def test_a_temporary_folder_may_have_a_space_in_its_path(tmp_path: Path) -> None:
+    (command,) = OwnServer("tiers", None, [], tmp_path / "a b")._commands
+    assert command[command.index("--kv-disk-path") + 1] == f"{tmp_path}/a b/disk"

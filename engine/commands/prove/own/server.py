@@ -173,9 +173,11 @@ def _environment() -> dict[str, str]:
 
 
 def _filled(options: str, values: Mapping[str, str]) -> list[str]:
+    """Split the options into words, and fill in the values, which may contain spaces."""
+    words = options.split()
     for name, value in values.items():
-        options = options.replace(f"{{{name}}}", value)
-    return options.split()
+        words = [word.replace(f"{{{name}}}", value) for word in words]
+    return words
 
 
 def _last_line(log: Path) -> str:
