@@ -16,6 +16,12 @@ ANY = r"(.|\n)*"
 BLANK = r"[ \t\r\n]*"
 
 
+def json_body(wanted: StructuredOutputs) -> str:
+    """Return the Lark expression for JSON that follows the request's structured_outputs."""
+    schema = prepared({"type": "object"} if wanted.kind == "json_object" else wanted.json, "structured_outputs.json")
+    return lark_json(schema, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
+
+
 class Rules:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
@@ -80,9 +86,7 @@ class Rules:
         kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
-            field = "structured_outputs.json"
-            schema = {"type": "object"} if kind == "json_object" else value
-            body = lark_json(prepared(schema, field), coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
+            body = json_body(wanted)
         elif kind == "regex":
             body = f"/{slashed(value)}/"
             if thinking is not None and not (thinking.is_open or thinking.marks.is_implied):
