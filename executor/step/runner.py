@@ -29,6 +29,9 @@ from penstock.executor.step.memory import naming_options
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.tiers.transfers import RankTransfers
 
+STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
+PROMPT_LOGPROB_ROWS = 128  # prompt positions per chunk of logits: those of a whole prompt would fill the memory
+
 
 class Pooler:
     def __init__(self) -> None:
@@ -59,10 +62,6 @@ def embedding_bytes(embedding: torch.Tensor) -> bytes:
     if not torch.isfinite(embedding).all():
         raise ValueError("the model's hidden states are not finite (NaN or infinity)")
     return embedding.numpy().astype(np.dtype("<f4")).tobytes()
-
-
-STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
-PROMPT_LOGPROB_ROWS = 128  # prompt positions per chunk of logits: those of a whole prompt would fill the memory
 
 
 @dataclass(slots=True)
