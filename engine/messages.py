@@ -38,7 +38,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     """Run one sequence. A request with n choices is n of these messages."""
 
     request_id: str
-    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len; the front checks this
+    tokens: bytes  # int32 little-endian; the front has checked their number, and that the vocabulary has them
     sampling: Sampling
     max_tokens: int  # already limited to the context by the front
     priority: int = 0  # smaller runs first
@@ -120,10 +120,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     weights_version: int = 0  # version of the weights that computed `tokens`
     # For positions since the last output: first those of the prompt, then always the token before the new one.
     routed: list[RoutedExperts] = []
-
-    @property
-    def num_cached_tokens(self) -> int | None:
-        return None if self.reuse is None else self.reuse.num_cached_tokens
 
 
 class Stats(msgspec.Struct, array_like=True):

@@ -29,7 +29,6 @@ class Update(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     versions: list[int] = []  # weights version of each token; []: the initial weights
     routed: list[RoutedExperts] = []  # as in `Output`
-
     arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
@@ -173,9 +172,9 @@ class Answer:
         update = self.choices[index].push(output)
         if not (update.token_ids or update.text or update.finish_reason):
             return
-        known, found = self.num_cached_tokens, output.num_cached_tokens
-        if found is not None and (known is None or found < known):
-            self.reuse = output.reuse  # not that of other choices, which hit blocks that the first has just computed
+        known, found = self.reuse, output.reuse
+        if found is not None and (known is None or found.num_cached_tokens < known.num_cached_tokens):
+            self.reuse = found  # not that of other choices, which hit blocks that the first has just computed
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         if self.error is None:

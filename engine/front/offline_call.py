@@ -160,7 +160,7 @@ class Progress:
 
     def note(self, answer: Answer, output: Output) -> None:
         self._num_output += len(output.tokens)
-        if output.num_cached_tokens is not None and output.request_id == answer.messages[0].request_id:
+        if output.reuse is not None and output.request_id == answer.messages[0].request_id:
             self._num_input += answer.num_prompt_tokens
         if answer.is_finished:
             seconds = max(time.monotonic() - self._started_s, 1e-9)

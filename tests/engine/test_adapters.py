@@ -33,9 +33,6 @@ class Rig(CoreRig):
     def ask(self, name: str, adapter: str | None, max_tokens: int = 6) -> None:
         self.submit(submit(name, PROMPT, max_tokens, adapter=adapter))
 
-    def num_cached(self, name: str) -> int | None:
-        return self.outputs[name][0].num_cached_tokens
-
 
 def alone(adapter: str | None, weights: str | None = None) -> list[int]:
     rig = Rig()

@@ -104,7 +104,7 @@ def test_a_request_waits_for_blocks_that_a_peer_is_still_computing() -> None:
         while b.scheduler.has_work():
             a.step()
             b.step()
-        assert b.outputs["waits"][0].num_cached_tokens == 19
+        assert b.num_cached("waits") == 19
         assert b.tokens("waits") == alone(submit("waits", PROMPT, max_tokens=3))[0]
 
 
@@ -133,7 +133,7 @@ def test_nobody_waits_for_a_peer_that_is_gone() -> None:
         a.executor.close()
         until(lambda: not peers_of(b)[0].is_open, "it is noticed")
         b.settle()
-        assert b.outputs["waits"][0].num_cached_tokens == 0
+        assert b.num_cached("waits") == 0
         assert b.cached("later", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
 
 

@@ -44,7 +44,7 @@ def test_a_full_prefix_hit_computes_the_last_token_alone_and_does_not_write_it_a
     (row,) = world.run_step().rows
     assert (row.start, row.count, row.write_from, len(row.blocks)) == (7, 1, 8, 2)
     world.run()
-    assert world.outputs["b"][0].num_cached_tokens == 7
+    assert world.num_cached("b") == 7
     assert world.tokens("a") == world.tokens("b")
 
 

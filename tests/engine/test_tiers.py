@@ -56,7 +56,7 @@ def test_a_read_that_comes_too_late_is_computed_and_serves_the_next_request() ->
     world.disk.is_stalled = True
     world.submit(submit("late", PROMPT, max_tokens=2))
     world.run()
-    assert world.outputs["late"][0].num_cached_tokens == 0
+    assert world.num_cached("late") == 0
     assert len(world.tiers.index.reads) == 5, "a slot stays with the store as long as it may write to it"
     world.disk.is_stalled = False
     world.settle()
@@ -85,7 +85,7 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
     assert len(world.tiers.loading) == 3 and len(world.tiers.index.reads) == 5
     world.disk.is_stalled = False
     world.settle()
-    assert [world.outputs[name][0].num_cached_tokens for name in "abc"] == [19, 19, 19]
+    assert [world.num_cached(name) for name in "abc"] == [19, 19, 19]
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -135,7 +135,7 @@ def test_where_computing_is_faster_than_the_disk_nothing_is_waited_for() -> None
     world.disk.is_stalled = True
     world.submit(submit("slow", PROMPT, max_tokens=2))
     world.run(limit=5)
-    assert not world.outputs["slow"][0].num_cached_tokens
+    assert not world.num_cached("slow")
     world.disk.is_stalled = False
     rates.reads["disk"].per_s = 1e6
     world.churn()

@@ -45,12 +45,17 @@ class Simulation:
         self.executor = executor  # tests look into it
         self.outputs: dict[str, list[Output]] = {}
         self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
+        self.asked: Scheduler | EngineCore = self.scheduler  # what takes requests and aborts
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]
 
     def last(self, request_id: str) -> Output:
         return self.outputs[request_id][-1]
+
+    def num_cached(self, request_id: str) -> int:
+        reuse = self.outputs[request_id][0].reuse
+        return 0 if reuse is None else reuse.num_cached_tokens
 
     def end(self, request_id: str) -> str | None:
         return self.last(request_id).finish_reason if self.outputs[request_id] else None
@@ -69,10 +74,10 @@ class Simulation:
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self.scheduler.submit(message)
+        self.asked.submit(message)
 
     def abort(self, request_id: str) -> None:
-        self.keep(self.scheduler.abort(request_id))
+        self.keep(self.asked.abort(request_id))
 
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
@@ -179,7 +184,7 @@ class World(Simulation):
         self.submit(message)
         self.settle()
         assert self.tokens(name) == alone(message, self.vocab_size, self.max_model_len, self.groups)[0]
-        return self.outputs[name][0].num_cached_tokens or 0
+        return self.num_cached(name)
 
     def churn(self, count: int = 12) -> None:
         """Run other prompts, until nothing of earlier ones is left on a small device."""
@@ -247,15 +252,8 @@ class CoreRig(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.core = EngineCore(self.config, self.executor, self.compiler, clock=lambda: self.now_s)
+        self.core = self.asked = EngineCore(self.config, self.executor, self.compiler, clock=lambda: self.now_s)
         self.scheduler = self.core.scheduler
-
-    def submit(self, message: Submit) -> None:
-        self.outputs[message.request_id] = []
-        self.core.submit(message)
-
-    def abort(self, request_id: str) -> None:
-        self.keep(self.core.abort(request_id))
 
     def step(self, check: bool = True) -> None:
         self.keep(*self.core.step())
