@@ -279,7 +279,7 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-# Commands and options of earlier versions, with their replacements; the command line and `LLM(...)` refuse them with these.
+# Commands and options of earlier versions. The command line and `LLM(...)` answer them with what replaces them.
 _TABLES = json.loads(Path(__file__).with_name("removed.json").read_text("utf-8"))
 REMOVED_COMMANDS: dict[str, str] = _TABLES["commands"]
 # By the name of the keyword; the flag has dashes. Names with the same replacement share an entry.

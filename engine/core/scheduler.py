@@ -75,7 +75,7 @@ class Scheduler:
         self._weights_version = 0
 
     def submit(self, message: Submit, matcher: Matcher | None = None) -> Request:
-        """Queue or hold a sequence, which the front has checked. A held one counts as waiting, keeps its position in the
+        """Queue or hold a sequence, which the front has checked. A held one counts as waiting, keeps its place in the
         queue and can be aborted."""
         tokens, most = array("i", message.tokens), self.info.max_model_len
         assert message.request_id not in self.requests and self.num_free_places > 0

@@ -158,8 +158,8 @@ class Tools:
         *,
         holds_optional: bool = True,
     ) -> tuple[ReadingPlan, StructuredOutputs | None]:
-        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning together. `prompt`: its
-        token ids, int32. `begun`: the text that the answer continues. If `holds_optional` is false, optional calls are parsed but not constrained."""
+        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
+        answer continues. `prompt`: token ids, int32. Unless `holds_optional`, optional calls are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         holds = self._config.constrain_auto_tools and holds_optional
         is_held = calls is not None and (calls.must or wanted is not None or holds)
