@@ -7,7 +7,7 @@ replicas form a group of their own beside the group that answers clients.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ class Fleet:
         group.replicas[replica.url] = replica
         replica.root, replica.models, replica.info = root, models, info
         self._index_names()
-        self.update_availability(replica)
+        self.update_availability(group.replicas.values())
 
     def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
         """Set the names and adapters that the replica serves now; the knowledge about its cache stays."""
@@ -134,14 +134,14 @@ class Fleet:
         replica.num_requests += 1
         self.num_in_flight += 1
         if self._is_full(replica):
-            self.update_availability(replica)
+            self.update_availability([replica])
 
     def end(self, replica: Replica) -> None:
         was_full = self._is_full(replica)
         replica.num_in_flight -= 1
         self.num_in_flight -= 1
         if was_full:
-            self.update_availability(replica)
+            self.update_availability([replica])
 
     def record_outcome(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
         """Update the state of a replica from the outcome of a request."""
@@ -176,12 +176,13 @@ class Fleet:
             )
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
 
-    def update_availability(self, replica: Replica) -> None:
-        """Update which replicas take requests, in the group of a replica whose state may have changed or that is full."""
-        group = self.group_with(replica)
-        if group is not None:
-            for each in group.replicas.values():
-                group.placement.set_available(each.url, self.is_available(each) and not self._is_full(each))
+    def update_availability(self, replicas: Iterable[Replica]) -> None:
+        """Tell the placement which of these replicas take requests."""
+        for replica in replicas:
+            group = self.group_with(replica)
+            if group is not None:
+                is_open = self.is_available(replica) and not self._is_full(replica)
+                group.placement.set_available(replica.url, is_open)
 
     def is_available(self, replica: Replica) -> bool:
         if replica.is_up:
@@ -189,23 +190,21 @@ class Fleet:
         group = self.group_with(replica)
         return replica.state in EXCLUDED_FOR_FAILURES and group is not None and replica not in self._excluded(group)
 
-    def changed(self, replica: Replica, before: State) -> None:
-        """Log and apply a change of state; requests waiting at a replica that went down move to other replicas."""
-        if replica.state == before:
-            return
-        log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
-        self.update_availability(replica)
-        if replica.state == "down":
-            self.on_down(replica)
-
     @contextmanager
     def observing(self, replica: Replica) -> Iterator[None]:
-        """Apply a change of state made in the block, as in `with fleet.observing(replica): replica.failed(…)`."""
+        """Apply a change of state made in the block, as in `with fleet.observing(replica): replica.failed(…)`. Requests
+        waiting at a replica that went down move to other replicas."""
         before = replica.state
         try:
             yield
         finally:
-            self.changed(replica, before)
+            if replica.state != before:
+                log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
+                group = self.group_with(replica)
+                if group is not None:  # how many failing replicas are excluded depends on all of them
+                    self.update_availability(group.replicas.values())
+                if replica.state == "down":
+                    self.on_down(replica)
 
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}

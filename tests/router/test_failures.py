@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -18,7 +18,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.router.fleet.fleet import RESERVE, RetryBudget
-from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
+from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
 from penstock.router.http.heads import ClientRequest
 from penstock.router.leg import Leg
 from tests.support.raw_http import clients, connect, exchange, post, read_all, status
@@ -378,12 +378,15 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was(monkeypatch: pytest
 def watch_states(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The states that replicas come into from now on."""
     seen: list[str] = []
-    changed = router.fleet.changed
+    observing = router.fleet.observing
 
-    def note(replica: Replica, before: State) -> None:
+    @contextlib.contextmanager
+    def noting(replica: Replica) -> Iterator[None]:
+        before = replica.state
+        with observing(replica):
+            yield
         if replica.state != before:
             seen.append(replica.state)
-        changed(replica, before)
 
-    monkeypatch.setattr(router.fleet, "changed", note)
+    monkeypatch.setattr(router.fleet, "observing", noting)
     return seen
