@@ -10,6 +10,7 @@ import faulthandler
 import ipaddress
 import os
 import queue
+import signal
 import socket
 import sys
 import time
@@ -39,6 +40,7 @@ except ImportError as error:
 PLACE_TIMEOUT_S = 30.0  # for the cluster to find resources for all ranks
 ACTOR_TIMEOUT_S = 120.0  # for the processes to start: on a new node Ray imports this package first
 LIFE_CHECK_S = 0.5
+EXIT_S = 10  # for Ray to end the process of an actor whose work is done
 
 
 class Place(NamedTuple):
@@ -218,6 +220,7 @@ class RankActor:
         spoke = Spoke(msgspec.msgpack.decode(ticket, type=Ticket), lambda message: _sort(message, inbox))
         reporter = Reporter(spoke.report)
         worker.work(msgspec.msgpack.decode(start, type=Start), reporter, lambda: nullcontext(inbox.get()))
+        signal.alarm(EXIT_S)  # ends the process although Ray does not, or hangs while it does
         reporter.close()
         spoke.close()
 

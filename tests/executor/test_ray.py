@@ -54,8 +54,8 @@ def driver(cluster: Program) -> Iterator[Program]:
     driver.end()
 
 
-def run(driver: Program, ranks: int = 2, place_timeout_s: float = 300.0) -> dict[str, Any]:
-    driver.send(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s}))
+def run(driver: Program, ranks: int = 2, place_timeout_s: float = 300.0, can_kill: bool = True) -> dict[str, Any]:
+    driver.send(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s, "can_kill": can_kill}))
     return driver.heard()
 
 
@@ -90,6 +90,17 @@ def test_actors_end_with_a_driver_that_is_killed(cluster: Program) -> None:
     driver.process.kill()
     driver.end()
     assert all_gone(pids)
+
+
+@pytest.mark.slow
+def test_actors_end_although_ray_does_not_kill_them(cluster: Program) -> None:
+    driver = driver_of(cluster)
+    pids = run(driver, can_kill=False)["pids"]
+    driver.send("enough")
+    assert driver.heard() == {"closed": True}
+    gone = all_gone(pids)
+    driver.end()
+    assert gone
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import sys
 import threading
 from typing import Any
 
+import ray
+
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks import ray_executor
 from tests.support.driver import Driver
@@ -19,7 +21,7 @@ def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
+def run(model: str, num_ranks: int, place_timeout_s: float, can_kill: bool) -> None:
     config = ExecutorConfig(
         model=model,
         tensor_parallel_size=num_ranks,
@@ -29,6 +31,8 @@ def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
         max_num_seqs=8,
     )
     ray_executor.PLACE_TIMEOUT_S = place_timeout_s
+    if not can_kill:
+        vars(ray_executor)["remove_placement_group"] = vars(ray)["kill"] = kept.append
     try:
         executor = ray_executor.open_ray(config)
     except ExecutorError as error:
@@ -55,6 +59,7 @@ def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
+    kept: list[Any] = []  # actors end with their last reference too
     asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     enough = threading.Event()
 
