@@ -118,7 +118,8 @@ class EngineCore:
         scheduler, constraints = self.scheduler, self.constraints
         outputs = constraints.take_compiled()
         self.last_step_tokens = 0
-        plans = plans and not self.pauses.is_paused
+        if self.pauses.is_paused and scheduler.requests:
+            plans = False
         while plans and len(scheduler.in_flight) < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
@@ -164,10 +165,10 @@ class EngineCore:
         return self.scheduler.kv.is_idle or self.pauses.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """While there are no requests, step until the last computed blocks have reached the tiers."""
+        """While there are no requests, step until the last computed blocks have reached the tiers, also in a pause."""
         ends_s = time.monotonic() + timeout_s
-        while not self.scheduler.requests and time.monotonic() < ends_s:
-            if self.is_settled and not self.scheduler.in_flight:
+        while not (self.scheduler.requests or self.pauses.asleep) and time.monotonic() < ends_s:
+            if self.scheduler.kv.is_idle and not self.scheduler.in_flight:
                 return
             self.step()
 

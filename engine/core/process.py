@@ -5,6 +5,7 @@ processes (executor/process_life.py).
 """
 
 import logging
+import math
 import sys
 import time
 import traceback
@@ -51,11 +52,17 @@ from penstock.executors import open_executor
 log = logging.getLogger("penstock.engine")
 
 TRANSFER_POLL_S = 0.005  # interval of an idle core's steps while blocks move between the tiers
-TIER_STATS_S = 0.25  # interval of sending tier statistics; also after the last step
+TIER_STATS_S = 0.25  # interval of sending tier statistics, and whatever an idle core has to report
 TURN = "a turn of its loop"
 # Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks' own deadlines for them
-# (executor/ranks/ranked.py) are not longer.
-CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
+# (executor/ranks/ranked.py) are not longer. A pause collects steps, which have their own.
+CONTROL_DEADLINES_S = {
+    "load_adapter": 150.0,
+    "update_weights": 3900.0,
+    "sleep": 1900.0,
+    "wake_up": 1900.0,
+    "pause": math.inf,
+}
 IDLE_CHECK_S = 1.0  # idle time after which invariants are checked and grammars warmed up, once
 
 
@@ -155,10 +162,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         duty.end()
         messages = link.receive(0.0 if working else patience_s)
         duty.begin(TURN)
-        if not working and not messages:
-            if not core.is_settled:
-                core.step()
-                continue
+        if not working and not messages and core.is_settled:
             core.executor.check()
             if not checked:
                 core.scheduler.check()
@@ -166,6 +170,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             checked = True
             continue
         checked = False
+        is_idle = not working and not messages  # but blocks move between the tiers
         outputs: list[Output | None] = []
         done: list[Controlled] = []
         for message in messages:
@@ -173,11 +178,13 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
                 return
             outputs += _take(core, message, duty, pausing, done)
         num_tokens = 0
-        if core.has_work():
+        if core.has_work() or is_idle:
             duty.end()
             outputs += core.step()
             duty.begin(TURN)
             num_tokens = core.last_step_tokens
+        if is_idle and not core.is_settled and time.monotonic() < tiers_due_s:
+            continue
         outputs += core.pauses.finish_pause()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:

@@ -307,7 +307,7 @@ class Scheduler:
             if request.may_jump and not matcher.is_complete:
                 tokens += self._jump(request, matcher)
                 if matcher.error:
-                    return self.end(request, "error", f"the grammar cannot go on: {matcher.error}")
+                    return self.end(request, "error", f"the grammar cannot go on: {matcher.error}", is_refusal=True)
             if matcher.is_complete:
                 reason, stop_token = "stop", token if token in matcher.vocabulary.eos_ids else None
         if reason is None and request.num_outputs >= request.max_tokens:

@@ -59,7 +59,8 @@ class RankedExecutor:
     def __init__(self, worker_watch: WorkerWatch, broadcast: Broadcast, progress: Callable[[str], None]) -> None:
         self.worker_watch, self._broadcast = worker_watch, broadcast
         self._encoder = msgspec.msgpack.Encoder()
-        self._due: deque[tuple[Step, float]] = deque()  # submitted steps and their deadlines
+        self._due: deque[tuple[Step, float]] = deque()  # submitted steps, and the seconds that each may take
+        self._begun_s = 0.0  # when the oldest of them became the oldest
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # received since the last result
         self._adapters: set[str] = set()  # keys of adapters that all ranks hold
@@ -75,23 +76,25 @@ class RankedExecutor:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
         allowed_s = step_deadline_s(sum(row.count for row in step.rows))
         self._send((MessageKind.STEP, self._encoder.encode(step)), allowed_s)
-        before_s = self._due[-1][1] if self._due else time.monotonic()
-        self._due.append((step, before_s + allowed_s))
+        if not self._due:
+            self._begun_s = time.monotonic()
+        self._due.append((step, allowed_s))
 
     def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
-        step, due_s = self._due[-1]
+        step, allowed_s = self._due[-1]
         assert step.step_id == step_id, "masks come before the next step is submitted"
-        self._send((MessageKind.MASKS, rows, masks), due_s - time.monotonic())
+        self._send((MessageKind.MASKS, rows, masks), allowed_s)
 
     def collect(self) -> StepResult:
-        step, due_s = self._due[0]
+        step, allowed_s = self._due[0]
         while not self._results:
-            left_s = due_s - time.monotonic()
+            left_s = self._begun_s + allowed_s - time.monotonic()
             if left_s <= 0:
                 what = f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline"
                 self.worker_watch.give_up(f"{what}: {self.worker_watch.whereabouts()}")
             self._receive(min(left_s, 1.0))
         self._due.popleft()
+        self._begun_s = time.monotonic()
         result = self._results.popleft()
         assert result.step_id == step.step_id, "results out of order"
         return result

@@ -107,6 +107,7 @@ class ModelRunner:
         self.experts = model.experts  # of each MoE layer
         self._asks_experts = np.zeros(inputs.num_slots, dtype=bool)
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
+        self._finished_s = 0.0  # when the last step did
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
         """Capture all graphs before the first step; return whether there are any."""
@@ -167,9 +168,11 @@ class ModelRunner:
             _, layers, top_k = ids.shape
             for row, part in launched.routed_rows.items():
                 result.routed[row] = RoutedExperts(layers, top_k, ids[part].numpy().tobytes())
+        # A step that was launched while another ran begins when that one ends.
+        begun_s, self._finished_s = max(launched.started_s, self._finished_s), time.monotonic()
         return msgspec.structs.replace(
             result,
-            elapsed_s=time.monotonic() - launched.started_s,
+            elapsed_s=self._finished_s - begun_s,
             transfers=None if self._transfers is None else self._transfers.end(),
             experts=None if self._rebalancer is None else self._rebalancer.take_update(),
         )

@@ -1,7 +1,7 @@
 """The core loop: what its heartbeat may conclude from a step's age."""
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,10 +10,10 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import engine_core
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.core.process import Duty, heartbeat
+from penstock.engine.core.process import TRANSFER_POLL_S, CoreLink, Duty, _serve, _take, heartbeat
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.messages import Heartbeat
-from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
+from penstock.engine.messages import Control, FromCore, Heartbeat, Outputs, Shutdown, ToCore
+from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import OracleExecutor
@@ -71,26 +71,79 @@ def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_r
     assert sizes[0] == 2048 and set(sizes[1:]) == {1}
 
 
-def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
-    monkeypatch.setattr(engine_core, "RESET_S", 0.2)
+def with_stalled_store() -> tuple[EngineCore, FlakyStore]:
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
     store = FlakyStore(is_stalled=True)
     stores: dict[str, Store] = {"disk": cast(Store, store)}
-    executor = OracleExecutor(executor_config, 2, stores)
-    core = EngineCore(CONFIG, executor)
+    return EngineCore(CONFIG, OracleExecutor(executor_config, 2, stores)), store
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(
+    is_paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
+    monkeypatch.setattr(engine_core, "RESET_S", 0.2)
+    core, store = with_stalled_store()
     core.submit(submit("a", list(range(40)), max_tokens=4))
     while core.has_work():
         core.step()
     core.settle(0.01)
     assert not core.is_settled and not core.reset_prefix_cache()
-    step = core.scheduler.schedule()
-    assert step is not None
-    executor.submit(step)
+    if is_paused:
+        core.pauses.pause("keep")
+    else:
+        step = core.scheduler.schedule()
+        assert step is not None
+        core.executor.submit(step)
     store.is_stalled = False
     core.settle(60.0)
     assert core.is_settled and not core.has_work()
     assert core.reset_prefix_cache()
+
+
+class Link:
+    """What a core that is left alone hears and says: its store is slow until the core waits for it, then it may end."""
+
+    def __init__(self, store: FlakyStore) -> None:
+        self.store, self.sent = store, list[Any]()
+        self.messages: list[ToCore] = [submit("a", list(range(40)), max_tokens=4)]
+
+    def send(self, message: FromCore) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
+        messages, self.messages = self.messages, []
+        if timeout_s == TRANSFER_POLL_S and self.store.is_stalled:
+            self.store.is_stalled = False
+            self.sent.clear()
+        elif timeout_s and not self.store.is_stalled and timeout_s != TRANSFER_POLL_S:
+            messages.append(Shutdown())
+        return messages
+
+
+def test_what_moves_after_the_last_request_is_reported_without_another_message() -> None:
+    core, store = with_stalled_store()
+    link = Link(store)
+    _serve(core, cast(CoreLink, link), Duty())
+    stats = [message.stats for message in link.sent if isinstance(message, Outputs)]
+    assert stats[-1].tiers["disk"]["used_blocks"] == len(store.data) > 0
+
+
+def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.core.process.STEP_DEADLINE_S", -1.0)
+    core, duty = EngineCore(CONFIG, OracleExecutor(CONFIG.executor, 2)), Duty()
+    core.submit(submit("a", [1], max_tokens=3))
+    core.step()
+    overdue_s, collect = list[float](), core.executor.collect
+
+    def seen() -> StepResult:
+        overdue_s.append(heartbeat(core, duty).overdue_s)
+        return collect()
+
+    monkeypatch.setattr(core.executor, "collect", seen)
+    _take(core, Control(1, "pause", mode="keep"), duty, [], [])
+    assert overdue_s == [0.0]
 
 
 def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
