@@ -286,7 +286,7 @@ class Exchange:
             self._begin(b"")
         self._answer.finish()
         assert self.leg is not None
-        if self._answer.head.is_stream:
+        if self._shows_tokens:
             self.leg.charge.streamed(self._num_data)
         if self._cached is not None:
             self.leg.charge.counted(self._cached)
@@ -300,12 +300,18 @@ class Exchange:
         elif (outcome := self.leg.loss()) is not None:
             self._leg_failed(outcome, reason)
 
+    @property
+    def _shows_tokens(self) -> bool:
+        """Whether the answer's times say how fast the replica is; a whole answer begins after its last token."""
+        return self._status < 400 and self._answer.head.is_stream
+
     def _begin(self, data: bytes) -> None:
         """Write the first byte. From here on no other replica can be asked."""
         assert self.leg is not None
         self.state = "relaying"
         charge, prompt = self.leg.charge, self._routed.routable.prompt
-        charge.first_token(self._answer.head.cached_tokens)
+        begin = charge.first_token if self._shows_tokens else charge.answered
+        begin(self._answer.head.cached_tokens)
         self._metrics.count(self.request, self._status)
         self.first_byte_s = time.monotonic() - self.begun_s
         self._metrics.first_byte.observe(self.first_byte_s)

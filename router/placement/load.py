@@ -239,8 +239,8 @@ class ReplicaLoad:
 
 
 class Charge:
-    """One request at one replica. Call `first_token`, then `tokens` as they come; call `release` at the end, at any time.
-    A second release does nothing."""
+    """One request at one replica. Call `first_token`, then `tokens` as they come, or `answered` for an answer that comes
+    whole; call `release` at the end, at any time. A second release does nothing."""
 
     __slots__ = (
         "_load", "ahead_tokens", "answered_s", "held_tokens", "is_answered", "is_handed_over", "is_released", "num_tokens",
@@ -279,19 +279,23 @@ class Charge:
         self.predicted_cached_tokens, self.predicted_ttft_s = self.num_tokens - 1, ttft_s
 
     def first_token(self, cached_tokens: int | None = None) -> None:
-        """Record the first token. `cached_tokens`: as the replica reports them, if it does."""
-        assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
-        self.is_answered = True
+        """Record the first token, and learn from its time."""
         load, now_s = self._load, self._load.clock()
         self.answered_s = now_s
         own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
         if not self.is_handed_over:
             load.learn(self.ahead_tokens + own, now_s - self.placed_s)
-        load.answer(self, now_s)
         load.totals.predicted_ttft_seconds_total += self.predicted_ttft_s
         load.totals.actual_ttft_seconds_total += now_s - self.placed_s
+        self.answered(cached_tokens)
+
+    def answered(self, cached_tokens: int | None = None) -> None:
+        """Record that the request no longer waits. `cached_tokens`: as the replica reports them, if it does."""
+        assert not self.is_released and not self.is_answered, "an answer begins once, before the release"
+        self.is_answered = True
+        self._load.answer(self, self._load.clock())
         if cached_tokens is not None:
-            load.totals.count(self, cached_tokens)
+            self._load.totals.count(self, cached_tokens)
 
     def counted(self, cached_tokens: int) -> None:
         """Record the cached tokens of a replica that reports them at the end of its answer."""

@@ -9,7 +9,7 @@ import pytest
 from tests.support.raw_http import connect, exchange, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import MockReplica, RunningRouter, mock_fleet, mock_replicas, running_router, until
-from tests.support.router_stub import STREAM, Seen, Stub, whole
+from tests.support.router_stub import EVENT, STREAM, Seen, Stub, whole
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,21 @@ def test_many_requests_share_few_connections(router: RunningRouter, replicas: li
     for _ in range(20):
         assert router.complete().status_code == 200
     assert all(len(replica.pool._idle) <= 2 for replica in router.fleet.replicas.values())
+
+
+def test_the_speed_of_a_replica_is_learned_from_streams_that_are_no_errors(
+    before: RunningRouter, backend: Stub
+) -> None:
+    def speed_after(answer: bytes) -> float:
+        backend.answer = lambda seen, sock: answer
+        exchange(before.port, post(b'{"prompt":"%d%s"}' % (len(backend.seen), b" long" * 2000)))
+        (view,) = before.http.get("/replicas").json()["replicas"]
+        return float(view["placement"]["prefill_tokens_per_s"])
+
+    stream = STREAM + EVENT + b"0\r\n\r\n"
+    known = speed_after(whole())
+    assert speed_after(whole()) == speed_after(stream.replace(b"200 OK", b"400 Bad")) == known
+    assert speed_after(stream) != known
 
 
 def test_a_chunked_body_reaches_the_replica_with_its_length(before: RunningRouter, backend: Stub) -> None:
