@@ -302,7 +302,7 @@ class Exchange:
 
     @property
     def _shows_tokens(self) -> bool:
-        """Whether the answer's times say how fast the replica is; a whole answer begins after its last token."""
+        """Tell whether the answer's times say how fast the replica is; a whole answer begins after its last token."""
         return self._status < 400 and self._answer.head.is_stream
 
     def _begin(self, data: bytes) -> None:

@@ -22,12 +22,12 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retries": ("Requests sent to another replica, by reason.", ("reason",)),
     "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
     "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
-    "prefills": ("Prompts sent to a prefill replica, by what came of it.", ("outcome",)),
+    "prefills": ("Prompts sent to a prefill replica, by outcome.", ("outcome",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
     "replica_failures": ("Failures seen of a replica.", ("replica",)),
-    "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
+    "replica_ejections": ("Times that a replica was ejected after consecutive failures.", ("replica",)),
 }
 PREFIX = "penstock:router_"
 
@@ -80,6 +80,12 @@ class RouterMetrics(ProcessMetrics):
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas.values()
         states = [((each.url, name), float(each.state == name)) for each in replicas for name in get_args(State)]
-        yield family(GaugeMetricFamily, f"{PREFIX}replica_state", "1: its state.", ("replica", "state"), states)
+        yield family(
+            GaugeMetricFamily,
+            f"{PREFIX}replica_state",
+            "1 for the current state, else 0.",
+            ("replica", "state"),
+            states,
+        )
         in_flight = [((each.url,), each.num_in_flight) for each in replicas]
         yield family(GaugeMetricFamily, f"{PREFIX}requests_in_flight", "Requests in flight.", ("replica",), in_flight)

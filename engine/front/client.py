@@ -376,7 +376,7 @@ class AsyncEngine:
             self.answers.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:
-        """Estimate how long a full queue takes to have room, at the rate of the last steps."""
+        """Estimate how long a full queue takes to have room, at the mean rate since the start."""
         stats = self.stats
         if stats.generation_tokens == 0:
             return 1

@@ -58,14 +58,14 @@ async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 
 
 async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Go on after a pause."""
+    """Resume after a pause."""
     _asked(NoFields, call, body)
     await service.engine.control("resume")
     return {"status": "resumed"}
 
 
 async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Pause, and give memory back: of the cache, and with level 2 that of the weights."""
+    """Pause, and free the KV cache's memory; with level 2 also that of the weights."""
     request = _asked(SleepRequest, call, body)
     was_paused = service.engine.state.is_paused
     await service.engine.control("pause", mode=request.mode)
@@ -79,7 +79,7 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 
 
 async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Take memory back, and go on when weights and cache are both there."""
+    """Allocate the given parts again, and resume when weights and cache are both there."""
     request = _asked(WakeRequest, call, body)
     asleep = (await service.engine.control("wake_up", parts=request.tags)).asleep
     return {"status": f"asleep, without {' and '.join(asleep)}" if asleep else "awake"}

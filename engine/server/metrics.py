@@ -38,13 +38,13 @@ COUNTERS = {
     "generation_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "forced_tokens": ("penstock:forced_tokens", "Generated tokens that a grammar left no choice about."),
     "num_drafts": ("penstock:spec_drafts", "Rows computed with drafts behind them."),
-    "draft_tokens": ("penstock:spec_draft_tokens", "Tokens computed before they were sampled."),
-    "accepted_tokens": ("penstock:spec_accepted_tokens", "Those of them that were sampled."),
+    "draft_tokens": ("penstock:spec_draft_tokens", "Draft tokens computed."),
+    "accepted_tokens": ("penstock:spec_accepted_tokens", "Draft tokens that were accepted."),
 }
 EXPERT_COUNTERS = {
-    "num_rebalances": ("rebalances", "Plans carried out."),
-    "num_skipped": ("rebalances_skipped", "Looks at the load after which nothing moved."),
-    "num_aborted": ("rebalances_aborted", "Plans given up; the one before holds."),
+    "num_rebalances": ("rebalances", "Rebalancings carried out."),
+    "num_skipped": ("rebalances_skipped", "Load checks that moved no expert."),
+    "num_aborted": ("rebalances_aborted", "Rebalancings aborted; the previous placement stays in use."),
     "num_moved": ("moved", "Experts moved."),
     "moved_bytes": ("moved_bytes", "Bytes of experts sent between ranks."),
     "plan_s": ("plan_seconds", "Time spent planning, beside the steps."),

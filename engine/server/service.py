@@ -88,7 +88,7 @@ class Service:
         if (found := self.adapters.served.get(name)) is not None:
             return found.key
         served = ", ".join((*self.config.served_model_names, *self.adapters.served))
-        raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
+        raise HttpError(404, f"model: {clip(name)!r} is not served here; available are: {served}", param="model")
 
     def accept(
         self,

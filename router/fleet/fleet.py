@@ -126,7 +126,7 @@ class Fleet:
         served = ", ".join(name for group in self.groups.values() for name in group.names)
         if model is None:
             raise HttpError(400, f"model: several are served, so one must be named: {served}", param="model")
-        raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
+        raise HttpError(404, f"model: {clip(model)!r} is not served here; available are: {served}", param="model")
 
     def begin(self, replica: Replica) -> None:
         """Count a request that is sent to the replica."""
@@ -281,7 +281,7 @@ class RetryBudget:
         self.tokens = float(RESERVE)
 
     def deposit(self, num_in_flight: int) -> None:
-        """Add the tokens of a new request; `num_in_flight` counts the requests in flight, including this one."""
+        """Add the tokens of a new request; `num_in_flight` counts the requests in flight before it."""
         room = num_in_flight / 2
         tokens, room = self.tokens + self.share, room if room > RESERVE else RESERVE
         self.tokens = tokens if tokens < room else room

@@ -22,7 +22,7 @@ SPEED_MEMORY = 0.9  # weight of the past at each sample
 UNKNOWN_CAPACITY = 2.0**18  # tokens
 MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
 MIN_STREAM_TOKENS = 4
-DELAY_STEP = 1.1  # by which what is learned of a delay goes up or down at each answer
+DELAY_STEP = 1.1  # factor by which the learned delay is raised or lowered per answer
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
@@ -50,22 +50,22 @@ class LoadTable:
     """One row per replica; freed rows are used again. The columns are views of one array that grows by doubling;
     csrc/route_choice.c reads them to choose a row."""
 
-    queued: Column  # tokens placed there whose first token has not come
-    waiting: Column  # how many requests they belong to
-    head: Column  # of these tokens, the oldest request's
-    head_since: Column  # when that one's turn came, as far as we know
+    queued: Column  # prompt tokens of requests without a first token
+    waiting: Column  # number of those requests
+    head: Column  # uncached tokens of the oldest waiting request
+    head_since: Column  # when that request became the oldest
     active: Column  # requests in flight
-    held: Column  # tokens of KV that they hold or will need
-    capacity: Column  # tokens of KV there are
+    held: Column  # KV tokens that requests in flight hold or will need
+    capacity: Column  # KV tokens that fit
     speed: Column  # learned, tokens of prefill per second
     delay: Column  # learned, seconds by which an answer in flight delays a first token
-    filled: Column  # tokens of new content that went there of late: what its cache had to make room for
-    per_capacity: Column  # one over the capacity, where that is not known over a middling one
+    filled: Column  # decayed sum of new (uncached) tokens placed here
+    per_capacity: Column  # 1 / capacity, or 1 / UNKNOWN_CAPACITY
     is_open: Column  # 1: takes requests
-    cached: Column  # of a prompt that is to be placed: tokens that need not be computed there
-    backlog: Column  # at the last choice: queued tokens, less what the oldest request must have got done
-    ttft: Column  # and what it predicted
-    score: Column  # and what it went by
+    cached: Column  # cached tokens of the prompt that is being placed
+    backlog: Column  # at the last choice: queued tokens, less what the oldest request must have computed
+    ttft: Column  # seconds to the first token that the last choice predicted
+    score: Column  # the value that the last choice minimized
 
     def __init__(self, policy: PolicyConfig = PolicyConfig(), seed: int = 0) -> None:  # noqa: B008
         self._free: list[int] = []
