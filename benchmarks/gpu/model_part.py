@@ -60,7 +60,7 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             if llm is None:
                 report("throughput", prefix, skipped="penstock.LLM cannot be imported on this machine")
             else:
-                throughput("throughput", config, job["tiny"], generator(llm))
+                throughput(generator(llm), config, job["tiny"])
                 mixed_lengths(generator(llm, temperature=0.6), job["tiny"])
         if "concurrent" in job["parts"] and llm is not None:
             concurrent(generator(llm), config, job["tiny"])
@@ -228,13 +228,13 @@ def measure_requests(
     report(name, seconds=seconds, requests=len(prompts), output_tokens_per_s=sum(answers) / seconds, **figures)
 
 
-def throughput(name: str, config: dict[str, Any], is_tiny: bool, generate: Generate) -> None:
+def throughput(generate: Generate, config: dict[str, Any], is_tiny: bool) -> None:
     """Run 256 prompts of 1,500 tokens with answers of 150."""
     num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
     rng = np.random.default_rng(1)
     warm, prompts = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
     generate(warm, [answer] * len(warm))
-    measure_requests(name, generate, prompts, [answer] * num, input_len=length, output_len=answer)
+    measure_requests("throughput", generate, prompts, [answer] * num, input_len=length, output_len=answer)
 
 
 def mixed_lengths(generate: Generate, is_tiny: bool) -> None:
