@@ -113,9 +113,7 @@ class DiskTier:
         """Mark keys as used, in this order; pass the end of a chain before its start, so that it is evicted first."""
         for key in keys:
             self._admission.note_use(key)
-            cell = self._cells.get(key)
-            if cell is not None:
-                self._catalog.use(cell)
+            self._catalog.use(key)
 
     # -- storing -------------------------------------------------------------------------------------------
 
@@ -129,10 +127,7 @@ class DiskTier:
             raise ValueError(f"key: {len(key)} bytes given; {KEY_BYTES} are expected")
         payload = chunk_view("buffer", buffer, self._chunk_bytes)
         self._admission.note_use(key)
-        if key in self._storing:
-            return False
-        if key in self._cells:
-            self._catalog.use(self._cells[key])
+        if key in self._storing or self._catalog.use(key) is not None:
             return False
         cell = None
         if len(self._storing) >= self._max_storing:
@@ -176,11 +171,10 @@ class DiskTier:
         """
         into = chunk_view("out", out, self._chunk_bytes, to_write=True)
         self._admission.note_use(key)
-        cell = self._cells.get(key)
+        cell = self._catalog.use(key)
         if cell is None or self._is_closed or not self._health.is_open:
             self._counts["misses"] += 1
             return None
-        self._catalog.use(cell)
         _, sequence = self._catalog.table.record_in(cell)
         self._catalog.loading[cell] += 1
         ticket = self._next_ticket
@@ -227,12 +221,6 @@ class DiskTier:
         self._finish_jobs()
         if self._keeper.stop(self._limits.close_s) and ended:
             self._files.close()
-
-    def __enter__(self) -> "DiskTier":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # -- statistics ----------------------------------------------------------------------------------------
 
