@@ -122,7 +122,7 @@ class RouterProcess:
             server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
-        self.app.close()
+        self.app.edge.close()
         await self.fleet.tasks.close()
         self.feeds.close()
         await asyncio.to_thread(self._export_spans)  # may wait for the collector
