@@ -80,8 +80,7 @@ class Placement:
 
     def add_replica(self, name: str, info: ReplicaInfo) -> None:
         """Add a replica, which takes no requests before `set_available`. Raises ValueError for information that is invalid."""
-        if name in self._replicas:
-            raise ValueError(f"name: {name!r} is a replica already")
+        assert name not in self._replicas, name
         info = converted(msgspec.structs.asdict(info), ReplicaInfo)
         space = KeySpace(info.fingerprint, info.block_size)
         if space not in self._spaces:
