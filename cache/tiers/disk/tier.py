@@ -21,7 +21,7 @@ from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
-from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, supports_direct_io
+from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, open_probe
 from penstock.cache.tiers.disk.keeper import Keeper
 from penstock.cache.tiers.disk.record import KEY_BYTES, Geometry, cell_bytes, namespace_of
 from penstock.cache.tiers.disk.snapshot import cells_within, mark_open, read_snapshot, write_snapshot
@@ -263,11 +263,11 @@ class DiskTier:
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
         undo.callback(os.close, lock(calls, directory, self.directory))
-        is_direct = supports_direct_io(calls, directory)
+        probe_file, is_direct = open_probe(calls, directory)
+        undo.callback(os.close, probe_file)
         self._slabs = Slabs(calls, directory, geometry, slab_bytes=self._limits.slab_bytes, is_direct=is_direct)
         undo.callback(self._slabs.close)
-        self._transport = Transport(calls, directory, self._slabs, geometry.namespace, self._chunk_bytes)
-        undo.callback(self._transport.close)
+        self._transport = Transport(calls, probe_file, self._slabs, geometry.namespace, self._chunk_bytes)
 
         self._catalog = Catalog(geometry.num_cells, num_backed=self._slabs.trim())
         self._cells = self._catalog.cells
