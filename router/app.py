@@ -68,10 +68,6 @@ class RouterApp:
         self._started_s = int(time.time())
         fleet.on_down = self._move_from
 
-    def start(self) -> None:
-        self.fleet.tasks.keep_running("the deadlines of connections", self.edge.watch_deadlines)
-        self.fleet.tasks.keep_running("the look at requests", self._look)
-
     # Admission.
 
     def admit(self, request: ClientRequest) -> HttpError | None:
@@ -259,7 +255,8 @@ class RouterApp:
         for exchange in list(self.exchanges):
             exchange.replica_down(replica, f"{replica.url} is down: {replica.reason}")
 
-    async def _look(self) -> None:
+    async def watch_requests(self) -> None:
+        """Look at all running requests and idle connections, and at the loop's lag, again and again."""
         while True:
             due_s = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
