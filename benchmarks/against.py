@@ -25,7 +25,7 @@ from typing import Any
 
 from bench_route import BACKEND, per_cpu_second
 from gateways import ROUTE
-from gpu.shapes import HYBRID
+from gpu.shapes import HYBRID, model_folder
 from pairs import ROOT, Asked, answers, environment, is_ready, main, rounded, rounds, serving, summary
 from peers import BATCHES, DEFAULT_VOCAB, Batch
 
@@ -51,15 +51,12 @@ def against(
         if name not in FIGURES:
             raise SystemExit(f"--figures: {name} given; known are {', '.join(FIGURES)}")
     found = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, model_folder(HYBRID) as model:
         trees = {"ours": ROOT}
         if tree is not None or revision is not None:
             trees["theirs"] = (
                 Path(tree).resolve() if tree is not None else unpacked(str(revision), Path(scratch, "tree"))
             )
-        model = Path(scratch, "hybrid")
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(HYBRID))
         for name in figures:
             with sides_of(name, trees, model) as (sides, unit):
                 rounds(sides, 1)  # warms up
@@ -73,7 +70,7 @@ def against(
 
 
 @contextlib.contextmanager
-def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple[Sides, str]]:
+def sides_of(figure: str, trees: dict[str, Path], model: str) -> Iterator[tuple[Sides, str]]:
     """Start the processes that measure one figure in each tree; yield a measurement for each tree, and the unit."""
     with contextlib.ExitStack() as stack:
         if figure in BATCH_FIGURES:
@@ -96,12 +93,12 @@ def sides_of(figure: str, trees: dict[str, Path], model: Path) -> Iterator[tuple
             yield sides, "per CPU second"
 
 
-def engine(root: Path, batch: Batch, model: Path) -> Asked:
+def engine(root: Path, batch: Batch, model: str) -> Asked:
     """Start a process of that tree that runs batches with the default or the hybrid model."""
     job: dict[str, Any] = {"engine": "penstock", "model": None, "vocab_size": DEFAULT_VOCAB, "options": {}}
     if batch.model == "hybrid":
         options = {"load_format": "dummy", "dtype": "bfloat16"}
-        job |= {"model": str(model), "vocab_size": HYBRID["vocab_size"], "options": options}
+        job |= {"model": model, "vocab_size": HYBRID["vocab_size"], "options": options}
     job["options"] |= {"max_model_len": 2048}
     return Asked(sys.executable, str(root / "benchmarks/offline_job.py"), json.dumps(job), env=environment(root))
 

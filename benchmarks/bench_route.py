@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvloop
 from gateways import ROUTE, Worker, gateway
@@ -56,16 +56,12 @@ SETTLE_S = 1.0  # time until the answers of `split` stream
 STREAMS, TOKEN_S = 16, 0.01  # streams of `split`, and their seconds per token
 
 
-class Answer(NamedTuple):
-    status: int
-    seconds: float
-
-
-async def ask(client: Client, fields: dict[str, Any]) -> Answer:
-    """Send a request that need not be streamed, and ignore the content of its answer."""
+async def ask(client: Client, fields: dict[str, Any]) -> float:
+    """Send a request that need not be streamed, and ignore the content of its answer; return the seconds that it took."""
     started_s = time.perf_counter()
     status = await client.exchange(content_of(client, fields), lambda _status, _data, _now_s: None)
-    return Answer(status, time.perf_counter() - started_s)
+    assert status == 200, f"{client.target.host}:{client.target.port} answered {status}"
+    return time.perf_counter() - started_s
 
 
 def content_of(client: Client, fields: dict[str, Any]) -> bytes:
@@ -79,18 +75,19 @@ def client_of(url: str) -> Iterator[Client]:
     client.close()
 
 
-async def repeat(url: str, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
-    """Send requests one after another on each connection."""
+async def repeat(url: str, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> int:
+    """Send requests one after another on each connection; return how many were answered."""
     end_s = time.perf_counter() + seconds
     with client_of(url) as client:
 
-        async def one() -> list[Answer]:
-            found = []
+        async def one() -> int:
+            count = 0
             while time.perf_counter() < end_s:
-                found.append(await ask(client, next_call()))
-            return found
+                await ask(client, next_call())
+                count += 1
+            return count
 
-        return [answer for each in await asyncio.gather(*(one() for _ in range(connections))) for answer in each]
+        return sum(await asyncio.gather(*(one() for _ in range(connections))))
 
 
 # -- cost --------------------------------------------------------------------------------------------------------
@@ -111,8 +108,7 @@ async def paced(url: str, rate: float, seconds: float) -> list[float]:
                 tasks.append(asyncio.create_task(ask(client, SMALL)))
                 due_s += 1 / rate
             await asyncio.sleep(0)
-        answers = [await task for task in tasks]
-    return [1000 * answer.seconds for answer in answers]
+        return [1000 * await task for task in tasks]
 
 
 def cpu_s(pid: int) -> float:
@@ -126,9 +122,8 @@ def per_cpu_second(proxy: Server, streams: bool, seconds: float, prompts: int = 
     begun_s, turns = cpu_s(proxy.process.pid), itertools.count()
     fields, times = (STREAM, 1) if streams else (SMALL, 190)
     calls = [fields | {"prompt": f"{number} " * (prompts > 1) + "word " * times} for number in range(prompts)]
-    answers = uvloop.run(repeat(proxy.url, 32, seconds, lambda: calls[next(turns) % prompts]))
-    assert all(answer.status == 200 for answer in answers)
-    return len(answers) * (EVENTS if streams else 1) / (cpu_s(proxy.process.pid) - begun_s)
+    count = uvloop.run(repeat(proxy.url, 32, seconds, lambda: calls[next(turns) % prompts]))
+    return count * (EVENTS if streams else 1) / (cpu_s(proxy.process.pid) - begun_s)
 
 
 def beside(proxies: dict[str, Server], pairs: int, seconds: float, prompts: int = 1) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -
             print("no --peer-python: beside the backend itself")
             proxies["backend"] = backend
         figures = beside(proxies, pairs, seconds)
-        rate = len(uvloop.run(repeat(router.url, 32, seconds, lambda: SMALL))) / seconds / 2
+        rate = uvloop.run(repeat(router.url, 32, seconds, lambda: SMALL)) / seconds / 2
         added: dict[float, list[float]] = {0.5: [], 0.99: []}
         for _ in range(pairs):
             through, straight = (uvloop.run(paced(each.url, rate, seconds)) for each in (router, backend))

@@ -100,7 +100,15 @@ def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[st
     return {name: float(result[name]) for name in FIGURES}
 
 
-def servers(args: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, options = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", action="append", default=[], metavar="NAME=WHAT")
+    parser.add_argument("--model", metavar="DIR", help="for the sides that are started here")
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args(own)
+    options = options or ["--num-prompts", "32", "--max-concurrency", "8"]
     named = [text.partition("=") for text in args.side]
     if len(named) < 2 or not all(name and separator and what for name, separator, what in named):
         raise SystemExit("side: at least two are needed, each NAME=WHAT")
@@ -109,32 +117,24 @@ def servers(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         sides = [stack.enter_context(started(name, what, args.model)) for name, _, what in named]
         # Every side counts its own rounds, so that all have the same prompts in a round; the first warms up.
-        runs = {side.name: partial(measure, side, args.bench, iter(range(args.rounds + 1))) for side in sides}
+        runs = {side.name: partial(measure, side, options, iter(range(args.rounds + 1))) for side in sides}
         rounds(runs, 1)
         print(f"{args.rounds} rounds")
         found = rounds(runs, args.rounds)
     first, *others = found
-    ratios: dict[str, dict[str, Any]] = {name: {} for name in others}
-    for other in others:
-        for figure, is_higher in FIGURES.items():
-            both = {side: [run[figure] for run in found[side]] for side in (first, other)}
-            if min(map(min, both.values())) > 0:
-                ratios[other][figure] = summary(figure, both, "", is_higher)
-    record("compare", {"rounds": args.rounds, "options": args.bench, "sides": found, "ratios": ratios})
-    return 0
+    ratios = {other: compared({name: found[name] for name in (first, other)}) for other in others}
+    record("compare", {"rounds": args.rounds, "options": options, "sides": found, "ratios": ratios})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    own, options = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", action="append", default=[], metavar="NAME=WHAT")
-    parser.add_argument("--model", metavar="DIR", help="for the sides that are started here")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.set_defaults(bench=options or ["--num-prompts", "32", "--max-concurrency", "8"])
-    args = parser.parse_args(own)
-    return servers(args)
+def compared(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the ratio of two sides for each figure that both have."""
+    figures = {name: {side: [run[name] for run in runs] for side, runs in found.items()} for name in FIGURES}
+    return {
+        name: summary(name, both, "", FIGURES[name])
+        for name, both in figures.items()
+        if min(map(min, both.values())) > 0
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

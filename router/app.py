@@ -26,7 +26,7 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, PromptReader, RequestFields, Routable
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, PromptReader, RequestFields
 from penstock.router.routed_request import RoutedRequest, stored_id
 from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied, route_of
 
@@ -65,18 +65,8 @@ class RouterApp:
         self.exchanges: set[Exchange] = set()
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
-        self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())
         fleet.on_down = self._move_from
-
-    def start(self) -> None:
-        self.edge.start()
-        self._look(asyncio.get_running_loop().time())
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self.edge.close()
 
     # Admission.
 
@@ -170,9 +160,7 @@ class RouterApp:
             if group is None or self.prompts.is_long(request.path, request.body):
                 self.fleet.tasks.spawn(self._prepare_and_start(exchange, parsed, group, response_id))
                 return
-            adapter = group.adapters.get(parsed.model or "")
-            routable = self.prompts.prepare(request.path, request.body, parsed, group.placement, adapter)
-            exchange.start(group, RoutedRequest(request, parsed, routable, self._client_key(request)))
+            exchange.start(group, self._routed(request.path, request, parsed, group))
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -184,9 +172,9 @@ class RouterApp:
         try:
             if group is None:
                 group, holder = await self._home_of(response_id or "", parsed, request)
-            routable = await self.prepare(request.path, request.body, parsed, group)
+            routed = await self._routed_aside(request.path, request, parsed, group)
             if exchange.state == "preparing":  # the client has not left meanwhile
-                exchange.start(group, RoutedRequest(request, parsed, routable, self._client_key(request)), holder)
+                exchange.start(group, routed, holder)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -227,10 +215,15 @@ class RouterApp:
         found = await asyncio.gather(*map(has, replicas))
         return next((replica for replica, is_here in zip(replicas, found, strict=True) if is_here), None)
 
-    async def prepare(self, path: str, body: bytes, parsed: RequestFields, group: ReplicaGroup) -> Routable:
-        """Prepare a prompt in a thread."""
+    def _routed(self, path: str, request: ClientRequest, parsed: RequestFields, group: ReplicaGroup) -> RoutedRequest:
+        """Prepare the request for the replicas of the group. Safe in any thread."""
         adapter = group.adapters.get(parsed.model or "")
-        return await self.prompts.prepare_aside(path, body, parsed, group.placement, adapter)
+        routable = self.prompts.prepare(path, request.body, parsed, group.placement, adapter)
+        return RoutedRequest(request, parsed, routable, self._client_key(request))
+
+    async def _routed_aside(self, *arguments: Any) -> RoutedRequest:
+        """Call `_routed` in a thread, because it would block the event loop for too long."""
+        return await asyncio.get_running_loop().run_in_executor(self.prompts.threads, self._routed, *arguments)
 
     async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
         """Explain a routing decision without sending the request, for callers that proxy requests themselves. Nothing is
@@ -241,7 +234,7 @@ class RouterApp:
             if path not in PROMPTS:
                 raise HttpError(400, f"path: {clip(path)!r} is not one of {', '.join(PROMPTS)}", param="path")
             group = self.fleet.group_of(parsed.model)
-            routed = RoutedRequest(request, parsed, await self.prepare(path, request.body, parsed, group), b"")
+            routed = await self._routed_aside(path, request, parsed, group)
             prompt, num_tokens = routed.routable.prompt, routed.routable.num_tokens
             reply = group.placement.preview(prompt, num_tokens, routed.session, group.excluded_for(parsed.model))
             if reply is None:
@@ -262,16 +255,17 @@ class RouterApp:
         for exchange in list(self.exchanges):
             exchange.replica_down(replica, f"{replica.url} is down: {replica.reason}")
 
-    def _look(self, due_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.metrics.loop_lag.observe(max(loop.time() - due_s, 0.0))
-        now_s = time.monotonic()
-        for exchange in list(self.exchanges):
-            exchange.look(now_s, self.config.timeouts.response_s)
-        for replica in self.fleet.replicas.values():
-            replica.pool.sweep()
-        due_s = loop.time() + LOOK_S
-        self._timer = loop.call_at(due_s, self._look, due_s)
+    async def watch_requests(self) -> None:
+        """Look at all running requests and idle connections, and at the loop's lag, again and again."""
+        while True:
+            due_s = time.monotonic() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            self.metrics.loop_lag.observe(max(now_s - due_s, 0.0))
+            for exchange in list(self.exchanges):
+                exchange.look(now_s, self.config.timeouts.response_s)
+            for replica in self.fleet.replicas.values():
+                replica.pool.sweep()
 
     # The router's own routes.
 

@@ -10,7 +10,6 @@ source that cannot be read changes nothing: the known replicas stay, and the pro
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable
@@ -95,17 +94,15 @@ async def states(source: str) -> AsyncGenerator[list[str], None]:
     """Yield all replicas of a source, whenever they may have changed."""
     found = check_source(source)
     if found["path"]:
-        read: tuple[int, int] | None = None
+        read: str | None = None
         before = read
         while True:
-            status = await asyncio.to_thread(os.stat, found["path"])
-            seen = status.st_mtime_ns, status.st_size
-            if seen != read and (seen == before or read is None):  # the same twice: it is not being written
-                read = seen
-                text = await asyncio.to_thread(Path(found["path"]).read_text)
+            text = await asyncio.to_thread(Path(found["path"]).read_text)
+            if text != read and (text == before or read is None):  # the same twice: it is not being written
+                read = text
                 lines = [line.strip() for line in text.splitlines()]
                 yield [line for line in lines if line and not line.startswith("#")]
-            before = seen
+            before = text
             await asyncio.sleep(LOOK_S)
     else:
         while True:

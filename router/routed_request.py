@@ -22,8 +22,9 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def session(self) -> str | None:
-        given = self.request.session
-        return given.decode("latin-1")[:256] if given else self.parsed.session
+        """Return the client's session: a header, or one of two fields."""
+        named = self.request.session.decode("latin-1"), self.parsed.session_id, self.parsed.prompt_cache_key
+        return next((each[:256] for each in named if isinstance(each, str) and each), None)
 
     @property
     def is_repeatable(self) -> bool:

@@ -98,7 +98,8 @@ class RouterProcess:
 
     async def start(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
-        self.app.start()
+        self.fleet.tasks.keep_running("the check of deadlines", self.app.edge.watch_deadlines)
+        self.fleet.tasks.keep_running("the look at requests", self.app.watch_requests)
         for text in self.config.backends:
             self.prober.watch(self.fleet.add(Backend.of(text)))
         self.discovery.start()
@@ -122,7 +123,7 @@ class RouterProcess:
             server.close()
         self.app.edge.shutdown()
         await asyncio.sleep(0)
-        self.app.close()
+        self.app.edge.close()
         await self.fleet.tasks.close()
         self.feeds.close()
         await asyncio.to_thread(self._export_spans)  # may wait for the collector

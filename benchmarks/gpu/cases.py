@@ -265,7 +265,7 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
 
     def edit(kernels: Kernels) -> Tensors:
         penalized, masked = logits.clone(), logits.clone()
-        kernels.sampling.penalize(penalized, numbers, numbers, counts, 1 << 30, coefficients)
+        kernels.sampling.penalize(penalized, numbers, numbers, counts, coefficients)
         kernels.sampling.mask(masked, numbers, masks)
         return penalized, masked.isinf()
 

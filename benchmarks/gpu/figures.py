@@ -3,6 +3,7 @@
 import json
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,7 @@ class Timer:
 
     def _on_cpu(self, call: Callable[[], object]) -> float:
         call()
-        found = []
-        for _ in range(self._repeats):
-            started_s = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - started_s)
-        return statistics.median(found)
+        return statistics.median(timeit.repeat(call, number=1, repeat=self._repeats))
 
     def _on_gpu(self, call: Callable[[], object]) -> float:
         for _ in range(3):  # compiles, and fills the allocator

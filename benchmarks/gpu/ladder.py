@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from benchmarks import pairs
-from benchmarks.gpu import machine, roofline
+from benchmarks.gpu import machine
 from benchmarks.gpu.processes import run_shares
 
 
@@ -75,7 +75,7 @@ def main() -> int:
             found.append(line)
         for line in found:
             hear(summary(line))
-        for text in roofline.table([*read_lines(record)][::-1]):
+        for text in roofline([*read_lines(record)][::-1]):
             hear(text)
     return 0 if all(line["ok"] for line in found) else 1
 
@@ -153,6 +153,33 @@ def summary(line: dict[str, Any]) -> str:
     said += [f"skipped: {', '.join(list(line['skipped'])[:8])}"] if line["skipped"] else []
     verdict = "ok" if line["ok"] else "FAILED"
     return f"{line['rung']} {line['name']}: {verdict}, {line['seconds']:.0f} s. {'. '.join(said)}".rstrip()
+
+
+def roofline(lines: list[dict[str, Any]]) -> list[str]:
+    """Return the Markdown table of docs/performance.md: the time of each decoding step and the time to read its bytes at
+    copy speed. Device and copy speed are the first rung's, steps the last one's."""
+    rungs = {line["name"]: line for line in lines if not line["tiny"]}
+    device, suite = (rungs.get(name, {}).get("figures", {}) for name in ("device", "suite"))
+    copy = device.get("copy", {}).get("gb_per_s")
+    rows = []
+    for name, figure in suite.items():
+        model, _, what = name.partition(": ")
+        if copy and what.startswith("decode ") and "gb" in figure:
+            least_ms = figure["gb"] / copy * 1e3
+            rows.append(
+                f"| {model} | {what.removeprefix('decode ')} | {figure['gb']:.3g} | {least_ms:.3g} "
+                f"| {figure['step_ms']:.3g} | {least_ms / figure['step_ms']:.0%} | {figure['tokens_per_s']:,.0f} |"
+            )
+    if not rows:
+        return []
+    versions = ", ".join(f"{name} {device['versions'][name]}" for name in ("torch", "triton", "transformers"))
+    return [
+        f"{device['device']['model']}, {rungs['suite']['date']}, {versions}; a copy moves {copy:,.0f} GB/s. Made-up weights.",
+        "",
+        "| model | requests at positions | GB to read | ms at the copy's speed | ms a step | share | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+    ]
 
 
 if __name__ == "__main__":

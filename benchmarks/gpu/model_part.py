@@ -57,18 +57,15 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             report("startup", prefix, seconds=time.time() - began_s, memory=executor.info.memory)
         Bench(executor, config, job, prefix).run()
         if "throughput" in job["parts"]:
-            if llm is None:
-                report("throughput", prefix, skipped="penstock.LLM cannot be imported on this machine")
-            else:
-                throughput("throughput", config, job["tiny"], generator(llm))
-                mixed_lengths(generator(llm, temperature=0.6), job["tiny"])
-        if "concurrent" in job["parts"] and llm is not None:
+            throughput(generator(llm), config, job["tiny"])
+            mixed_lengths(generator(llm, temperature=0.6), job["tiny"])
+        if "concurrent" in job["parts"]:
             concurrent(generator(llm), config, job["tiny"])
         executor.close() if llm is None else llm.shutdown()
 
 
 def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tuple[Any, Executor]:
-    """Return the engine and its executor; only the executor if the engine's packages are missing or not needed."""
+    """Return the engine and its executor; only the executor if the engine is not needed."""
     options: dict[str, Any] = {
         "device": job["device"],
         "load_format": "dummy",
@@ -80,16 +77,12 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         options["kv_cache_bytes"] = 2**22
     if not job.get("engine"):
         return None, open_executor(ExecutorConfig(model=folder, **{"kv_cache_bytes": KV_BYTES} | options))
-    try:
-        from penstock import LLM
+    from penstock import LLM
 
-        # Artificial prompts share no prefixes, so prefix lookups would only cost time.
-        llm = LLM(folder, skip_tokenizer=True, enable_prefix_caching=False, max_num_batched_tokens=8192, **options)
-        assert llm._core is not None
-        return llm, llm._core.executor
-    except ImportError as error:
-        print(f"only the executor: {error}", flush=True)
-        return None, open_executor(ExecutorConfig(model=folder, **options))
+    # Artificial prompts share no prefixes, so prefix lookups would only cost time.
+    llm = LLM(folder, skip_tokenizer=True, enable_prefix_caching=False, max_num_batched_tokens=8192, **options)
+    assert llm._core is not None
+    return llm, llm._core.executor
 
 
 class Bench:
@@ -228,13 +221,13 @@ def measure_requests(
     report(name, seconds=seconds, requests=len(prompts), output_tokens_per_s=sum(answers) / seconds, **figures)
 
 
-def throughput(name: str, config: dict[str, Any], is_tiny: bool, generate: Generate) -> None:
+def throughput(generate: Generate, config: dict[str, Any], is_tiny: bool) -> None:
     """Run 256 prompts of 1,500 tokens with answers of 150."""
     num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
     rng = np.random.default_rng(1)
     warm, prompts = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
     generate(warm, [answer] * len(warm))
-    measure_requests(name, generate, prompts, [answer] * num, input_len=length, output_len=answer)
+    measure_requests("throughput", generate, prompts, [answer] * num, input_len=length, output_len=answer)
 
 
 def mixed_lengths(generate: Generate, is_tiny: bool) -> None:

@@ -26,7 +26,6 @@ class TierHealth:
     def __init__(self, limits: HealthLimits) -> None:
         self.is_open = True
         self.num_bypasses = 0
-        self.reason = ""  # for the current or the latest bypass
         self._limits = limits
         self._num_errors = 0
         self._pause_s = limits.first_pause_s
@@ -77,7 +76,6 @@ class TierHealth:
         if self.is_open:
             log.warning("a cache tier is bypassed for a while: %s", reason)
         self.is_open = False
-        self.reason = reason
         self.num_bypasses += 1
         # A small probe may succeed on a broken disk, so the pause is reset only after the tier was open for a while.
         was_well = now_s - self._opened_s > self._limits.longest_pause_s

@@ -174,13 +174,6 @@ class TierIndex:
 
     # -- host blocks ---------------------------------------------------------------------------------------
 
-    def pin(self, host_blocks: Iterable[int]) -> None:
-        """Protect these blocks from eviction until as many `unpin` calls."""
-        self.host.hold(host_blocks)
-
-    def unpin(self, host_blocks: Sequence[int]) -> None:
-        self.host.release(host_blocks)
-
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark a chain as most recently used; its end is evicted before its start."""
         host_blocks = list(filter(None, map(self.host.find, keys)))
@@ -224,7 +217,7 @@ class TierIndex:
         return self._num_tickets
 
     def check(self, pins: Iterable[int] = ()) -> None:
-        """Assert every invariant; `pins` lists the host blocks pinned by `pin` and not yet unpinned."""
+        """Assert every invariant; `pins` lists the host blocks that the caller holds."""
         self.host.check()
         expected = Counter(pins)
         expected.update(self._saving.keys())

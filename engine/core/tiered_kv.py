@@ -204,14 +204,14 @@ class TieredKv(Kv):
     def _pin(self, request: Request, slots: Sequence[int], source: str) -> None:
         held = self._pins.setdefault(request, {})
         new = [slot for slot in slots if slot not in held]
-        self.index.pin(new)
+        self.index.host.hold(new)
         held.update(dict.fromkeys(new, source))
         self._num_pins += len(new)
 
     def _unpin(self, request: Request) -> None:
         slots = self._pins.pop(request, {})
         self._num_pins -= len(slots)
-        self.index.unpin(list(slots))
+        self.index.host.release(list(slots))
 
     def place(self, key: bytes) -> int:
         return self._pool.find(key) or -self.index.host.find(key)
@@ -224,7 +224,7 @@ class TieredKv(Kv):
             self.counts.update({f"hits_{store}": count for store, count in tokens.items()})
         pairs = deque(chain.from_iterable(copies))
         if pairs:
-            self.index.pin(slot for slot, _ in pairs)
+            self.index.host.hold(slot for slot, _ in pairs)
             self._restoring[request] = pairs
             request.kv.is_restoring = True
         self._unpin(request)
@@ -245,7 +245,7 @@ class TieredKv(Kv):
         self._unpin(request)
         pairs = self._restoring.pop(request, None)
         if pairs is not None:
-            self.index.unpin([slot for slot, _ in pairs])
+            self.index.host.release([slot for slot, _ in pairs])
         request.kv.is_restoring = request.kv.was_looked_up = False
         self._touch(self.keys.used(request))
         super().release(request)
@@ -294,7 +294,7 @@ class TieredKv(Kv):
         """Process the end of the step's saves and restores, and of reads and writes of any step."""
         if step.transfers is not None:
             self.index.finish_saves(step.transfers.saves, self._pool)
-            self.index.unpin([slot for slot, _ in step.transfers.restores])
+            self.index.host.release([slot for slot, _ in step.transfers.restores])
         if result.transfers is not None:
             self._take_report(result.transfers)
         self.rates.note_step(sum(row.count for row in step.rows), len(step.rows), result.elapsed_s)

@@ -39,15 +39,11 @@ class ReplicaGroup:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
 
-    def without_model(self, name: str | None) -> frozenset[str]:
-        """Return the replicas of the group that do not serve the model under this name."""
-        if name is None or not self.is_mixed:
-            return NO_NAMES
-        return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
-
     def excluded_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
-        """Return the replicas that a request cannot use, including those that it has tried."""
-        return self.without_model(name) | tried if tried or self.is_mixed else NO_NAMES
+        """Return the replicas that a request cannot use: those that it has tried, or that do not serve this model name."""
+        if name is None or not self.is_mixed:
+            return tried
+        return tried.union(url for url, replica in self.replicas.items() if name not in replica.models)
 
 
 class Fleet:
@@ -165,7 +161,7 @@ class Fleet:
 
     def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
         """Return the error for a request without an available replica: 429 if all are full, else 503."""
-        lacking = group.without_model(model)
+        lacking = group.excluded_for(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
         if here and all(map(self._is_full, here)):
             count = sum(each.num_in_flight for each in here)

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import zmq.asyncio
 
-from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Snapshot, StreamError
+from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Hello, Snapshot, StreamError
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
@@ -34,10 +34,6 @@ LONGEST_PAUSE_S = 5.0
 
 class NoEvents(Exception):
     """The error for a replica that has no event stream or denies access to it."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"no cache events ({status})")
-        self.status = status
 
 
 class KvFeeds:
@@ -80,8 +76,7 @@ class KvFeeds:
             except (StreamError, ValueError) as error:
                 log.warning("%s: its cache events are not understood: %s", replica.url, error)
                 num_frames = 0  # lets the pauses grow
-            except NoEvents as error:
-                log.log(logging.INFO if error.status in (404, 405) else logging.WARNING, "%s: %s", replica.url, error)
+            except NoEvents:
                 return
             except OtherBlockSize as error:
                 log.info("%s: %s", replica.url, error)
@@ -96,8 +91,8 @@ class KvFeeds:
         if group is None or replica.url not in group.replicas or not frames:
             return True
         group.placement.apply_events(replica.url, frames)
-        is_within_snapshot = isinstance(frames[-1], Snapshot) and not frames[-1].is_last
-        return is_within_snapshot or not group.placement.needs_snapshot(replica.url)
+        # A snapshot follows a Hello, and ends with its last part.
+        return isinstance(frames[-1], Hello | Snapshot) or not group.placement.needs_snapshot(replica.url)
 
     def _correct_block_size(self, replica: Replica, block_size: int) -> None:
         """Correct the replica's block size, which rebuilds its placement entry, and restart its feed."""
@@ -120,6 +115,10 @@ async def _engine_frames(replica: Replica) -> AsyncGenerator[Sequence[Frame], No
         while (data := await sink.pieces.get()) is not None and sink.status == 200:
             yield reader.feed(data)
         if sink.status in (401, 403, 404, 405):
-            raise NoEvents(sink.status)
+            is_expected = sink.status in (404, 405)
+            log.log(
+                logging.INFO if is_expected else logging.WARNING, "%s: no cache events (%d)", replica.url, sink.status
+            )
+            raise NoEvents
     finally:
         upstream.drop(sink)

@@ -84,8 +84,6 @@ class Replica:
 
     def probe_passed(self, now_s: float) -> None:
         self._silent_probes = 0
-        if self.state == "removing":
-            return
         if self.state == "ejected":
             if now_s >= self._ejected_until_s:
                 self._set("trial", "one request on trial")
@@ -95,12 +93,11 @@ class Replica:
     def probe_refused(self, reason: str, *, is_draining: bool) -> None:
         """Record a probe that was answered with an error or whose connection was refused."""
         self._silent_probes = 0
-        if self.state != "removing":
-            self._set("draining" if is_draining else "down", reason)
+        self._set("draining" if is_draining else "down", reason)
 
     def probe_timed_out(self) -> None:
         self._silent_probes += 1
-        if self.state != "removing" and self._silent_probes >= MAX_SILENT_PROBES:
+        if self._silent_probes >= MAX_SILENT_PROBES:
             self._set("down", f"{self._silent_probes} probes in a row were not answered")
 
     # Outcomes of requests.
@@ -135,8 +132,8 @@ class Replica:
         self._set("removing", "removed by the operator")
 
     def _set(self, state: State, reason: str) -> None:
-        self.state = state
-        self.reason = reason
+        if self.state != "removing":  # which is the last one
+            self.state, self.reason = state, reason
 
     def check(self) -> None:
         assert self.num_in_flight >= 0

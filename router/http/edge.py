@@ -48,28 +48,27 @@ class Edge:
         self.refused: Counter[int] = Counter()  # status → number of requests refused by this file
         self.is_closing = False
         self._sweep_s = min(0.5, limits.header_timeout_s / 4, limits.body_timeout_s / 4, limits.write_timeout_s / 4)
-        self._due_s = NEVER  # time of the next sweep
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_written(self) -> bool:
         """Return whether all answers have been written to the sockets."""
         return not any(each.transport.get_write_buffer_size() for each in self.connections)
 
-    def start(self) -> None:
-        """Check the deadlines of all connections, and schedule the next sweep: two timers per request would cost more."""
-        now_s = time.monotonic()
-        late_s = now_s - self._due_s
-        if late_s > self._sweep_s:  # the loop was blocked: data that arrived meanwhile is not read yet
-            for connection in self.connections:
-                connection.deadline_s += late_s
-                connection.write_deadline_s += late_s
-        for connection in [each for each in self.connections if each.deadline_s < now_s]:
-            connection.late()
-        for connection in [each for each in self.connections if each.write_deadline_s < now_s]:
-            connection.transport.abort()
-        self._due_s = now_s + self._sweep_s
-        self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
+    async def watch_deadlines(self) -> None:
+        """Check the deadlines of all connections again and again: two timers per request would cost more."""
+        while True:
+            due_s = time.monotonic() + self._sweep_s
+            await asyncio.sleep(self._sweep_s)
+            now_s = time.monotonic()
+            late_s = now_s - due_s
+            if late_s > self._sweep_s:  # the loop was blocked: data that arrived meanwhile is not read yet
+                for connection in self.connections:
+                    connection.deadline_s += late_s
+                    connection.write_deadline_s += late_s
+            for connection in [each for each in self.connections if each.deadline_s < now_s]:
+                connection.late()
+            for connection in [each for each in self.connections if each.write_deadline_s < now_s]:
+                connection.transport.abort()
 
     def shutdown(self) -> None:
         """Close idle connections now, and every other connection after its answer."""
@@ -79,8 +78,6 @@ class Edge:
                 connection.transport.close()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         for connection in list(self.connections):
             connection.transport.abort()
 

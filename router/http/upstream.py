@@ -10,11 +10,12 @@ import errno
 import socket
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import httptools
 
-from penstock.router.http.deadline import within
 from penstock.router.http.heads import AnswerHead, Headers, Heads, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -22,6 +23,7 @@ MAX_ANSWER_BYTES = 16 * MAX_HEAD_BYTES  # to the router's own requests; the rest
 IDLE_S = 30.0  # keep-alive timeout; engines close idle connections after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # write buffer of a connection to a replica
+ROUNDS = 8  # iterations of the event loop within a timeout
 # Errors of this process or machine, which say nothing about the replica.
 _LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
@@ -319,3 +321,25 @@ class Dechunker:
         self._parser.feed_data(data)
         parts, self._parts = self._parts, []
         return b"".join(parts)
+
+
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError after `seconds`, like asyncio.timeout, but not because the event loop was blocked.
+
+    A loop that was blocked for two seconds runs expired timers before it reads answers that arrived long ago. So this
+    expires only after its time has passed and the loop has run ROUNDS iterations since it was set: enough to connect,
+    write and read what was waiting."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+
+        async def expire() -> None:
+            for _ in range(ROUNDS):
+                await asyncio.sleep(seconds / ROUNDS)
+            limit.reschedule(loop.time())
+
+        expiring = loop.create_task(expire())
+        try:
+            yield
+        finally:
+            expiring.cancel()

@@ -33,11 +33,10 @@ class ReplicaCache:
         self.space = space
         self.num_blocks = num_blocks
         self.engine_id: str | None = None
-        self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
+        self.seq: int | None = None  # of the last frame taken in; None: a snapshot is needed
         self.last_frame_s = now_s
         self.hits_at_ends = False  # as its Hello states
         self.is_estimated = True  # until the first snapshot
-        self.wants_snapshot = True
         self.counts: Counter[str] = Counter()
 
     @property
@@ -94,8 +93,7 @@ class CacheMap:
             self._record_gap(cache)
 
     def _take_hello(self, cache: ReplicaCache, hello: Hello) -> None:
-        cache.wants_snapshot = False  # a snapshot follows
-        cache.seq = None
+        cache.seq = None  # a snapshot follows
         is_new = cache.engine_id not in (None, hello.engine_id)  # a new process, with an empty cache
         is_other = cache.hits_at_ends != hello.hits_at_ends  # the guessed keys had another meaning
         cache.engine_id, cache.hits_at_ends = hello.engine_id, hello.hits_at_ends
@@ -105,7 +103,6 @@ class CacheMap:
     def _take_snapshot(self, cache: ReplicaCache, part: Snapshot) -> None:
         if part.is_first:
             self._forget(cache)
-            cache.wants_snapshot = False
         self._store(cache, part.tier, part.keys)
         if part.is_last:
             cache.seq = part.seq
@@ -118,7 +115,8 @@ class CacheMap:
                 return
             if changes.seq > cache.seq + 1:
                 self._record_gap(cache)
-            cache.seq = changes.seq
+            else:
+                cache.seq = changes.seq
         layer = _layer(changes.tier)
         if layer is None:
             return
@@ -131,7 +129,6 @@ class CacheMap:
 
     def _record_gap(self, cache: ReplicaCache) -> None:
         self._count(cache, "event_gaps_total")
-        cache.wants_snapshot = True
         cache.seq = None
 
     def _store(self, cache: ReplicaCache, tier: str, keys: bytes) -> None:
@@ -190,8 +187,7 @@ class CacheMap:
         self.index.age_predictions()
         for cache in self._caches.values():
             if not cache.is_estimated and now_s - cache.last_frame_s > self._config.stall_s:
-                cache.is_estimated = cache.wants_snapshot = True
-                cache.seq = None
+                cache.is_estimated, cache.seq = True, None
                 self._count(cache, "event_stalls_total")
 
     # -- cached tokens ----------------------------------------------------------------------------------

@@ -43,9 +43,7 @@ class RouteIndex:
     have aged twice."""
 
     def __init__(self, capacity: int, num_predictions: int = 2**17, seed: int | None = None) -> None:
-        for name, value in (("capacity", capacity), ("num_predictions", num_predictions)):
-            if not 1 <= value <= 2**31:
-                raise ValueError(f"{name}: {value} is outside 1 … 2^31")
+        assert 1 <= capacity <= 2**31 and 1 <= num_predictions <= 2**31, (capacity, num_predictions)
         seed = secrets.randbits(64) if seed is None else seed
         opened = lib.penstock_route_open(capacity, num_predictions, seed)
         if opened == ffi.NULL:

@@ -54,7 +54,6 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 class PlacedReplica(NamedTuple):
     name: str
-    info: ReplicaInfo
     load: ReplicaLoad
     cache: ReplicaCache
 
@@ -81,8 +80,7 @@ class Placement:
 
     def add_replica(self, name: str, info: ReplicaInfo) -> None:
         """Add a replica, which takes no requests before `set_available`. Raises ValueError for information that is invalid."""
-        if name in self._replicas:
-            raise ValueError(f"name: {name!r} is a replica already")
+        assert name not in self._replicas, name
         info = converted(msgspec.structs.asdict(info), ReplicaInfo)
         space = KeySpace(info.fingerprint, info.block_size)
         if space not in self._spaces:
@@ -90,7 +88,7 @@ class Placement:
         capacity = info.num_blocks * info.block_size or np.inf
         row = self.loads.add(capacity)
         cache = self.caches.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
-        replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.totals, self._clock), cache)
+        replica = PlacedReplica(name, ReplicaLoad(self.loads, row, self.totals, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
         self._count_spaces()
 
@@ -167,12 +165,12 @@ class Placement:
             )
         if row < 0:
             return None
-        cached, _, ttft = self.loads.prediction(row)
+        chosen = next(each for each in rows if each["url"] == self._rows[row].name)
         return {
-            "replica": self._rows[row].name,
+            "replica": chosen["url"],
             "prompt_tokens": num_tokens,
-            "matched_tokens": int(cached),
-            "predicted_first_token_s": round(ttft, 6),
+            "matched_tokens": chosen["cached_tokens"],
+            "predicted_first_token_s": chosen["predicted_first_token_s"],
             "replicas": rows,
         }
 
@@ -236,7 +234,7 @@ class Placement:
 
     def needs_snapshot(self, name: str) -> bool:
         """Return whether an event was missed or none has come yet. A new connection begins with a snapshot."""
-        return self._replicas[name].cache.wants_snapshot
+        return self._replicas[name].cache.seq is None
 
     # -- views ----------------------------------------------------------------------------------------
 
@@ -247,12 +245,13 @@ class Placement:
 
     def _view_one(self, replica: PlacedReplica, now_s: float) -> dict[str, Any]:
         row, cache = replica.load.row, replica.cache
+        capacity = self.loads.capacity[row]
         return {
             "available": bool(self.loads.is_open[row]),
             "active_requests": int(self.loads.active[row]),
             "queued_tokens": round(self.loads.backlog_of(row, now_s)),
             "held_tokens": int(self.loads.held[row]),
-            "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
+            "capacity_tokens": None if np.isinf(capacity) else int(capacity),
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "delay_per_answer_s": round(float(self.loads.delay[row]), 6),
             "cached_blocks": self.caches.num_held(cache),

@@ -6,7 +6,6 @@ Otherwise the ids only serve to find cached blocks, and the replica gets the cli
 bytes of JSON stand for a token: no engine has such keys, but requests with a common beginning go to the same replica.
 """
 
-import asyncio
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -81,13 +80,6 @@ class RequestFields(msgspec.Struct):
     previous_response_id: Any = None  # of a response that a replica stores
     store: Any = None
 
-    @property
-    def session(self) -> str | None:
-        for given in (self.session_id, self.prompt_cache_key):
-            if isinstance(given, str) and given:
-                return given[:256]
-        return None
-
 
 class ChatFields(msgspec.Struct):
     """The fields of a chat that its template is given."""
@@ -130,21 +122,14 @@ class PromptReader:
         self.segments = SegmentCache(tokenizer) if tokenizer is not None else None
         self.digest = text_digest(tokenizer, template) if tokenizer is not None else None
         self.max_model_len = 0  # the longest context of the replicas; 0: not known yet
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
     def is_long(self, path: str, body: bytes) -> bool:
         """Return whether the request must be prepared in a thread, because it would block the event loop for too long."""
         return len(body) > INLINE_CHARS and path in PROMPTS
-
-    async def prepare_aside(
-        self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None
-    ) -> Routable:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self.prepare, path, body, parsed, placement, adapter
-        )
 
     def prepare(
         self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None = None

@@ -1,12 +1,11 @@
 """The last rung on a CPU at sizes that measure nothing: that it runs to its end, and is honest about what it did not."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import roofline, suite_part
+from benchmarks.gpu import ladder, suite_part
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
@@ -36,33 +35,15 @@ def test_it_measures_the_parts_that_are_asked_for(capsys: pytest.CaptureFixture[
     assert "qwen3-8b: startup, decode, prefill, throughput, concurrent; at most" in printed
 
 
-def test_the_page_gets_the_decoding_steps_of_a_result_beside_a_copy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    page, saved = tmp_path / "performance.md", tmp_path / "ladder.jsonl"
-    assert all(mark in roofline.PAGE.read_text() for mark in roofline.MARKS)
-    page.write_text(f"before\n{roofline.MARKS[0]}\nold\n{roofline.MARKS[1]}\nafter\n")
-    monkeypatch.setattr(roofline, "PAGE", page)
+def test_decoding_steps_are_printed_beside_the_speed_of_a_copy() -> None:
     step = {"step_ms": 0.5, "tokens_per_s": 64_000.0, "gb": 1.0}
     versions = dict.fromkeys(("torch", "triton", "transformers"), "9")
     device = {"copy": {"gb_per_s": 4000.0}, "device": {"model": "a card"}, "versions": versions}
     first: dict[str, Any] = {"name": "device", "tiny": False, "figures": device}
-    last = {
-        "name": "suite",
-        "tiny": False,
-        "date": "today",
-        "figures": {"opt: decode 32 at 1024": step, "opt: rest": {}},
-    }
-    for _ in range(2):
-        saved.write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
-        roofline.main(saved)
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith(f"{roofline.MARKS[1]}\nafter\n") and "old" not in text
-    assert "| opt | 32 at 1024 | 1 | 0.25 | 0.5 | 50% | 64,000 |" in text
-    for lines in ((first, last | {"tiny": True}), (last,)):
-        saved.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with pytest.raises(SystemExit, match=r"ladder\.jsonl"):
-            roofline.main(saved)
+    figures = {"opt: decode 32 at 1024": step, "opt: rest": {}}
+    last = {"name": "suite", "tiny": False, "date": "today", "figures": figures}
+    assert ladder.roofline([first, last])[-1] == "| opt | 32 at 1024 | 1 | 0.25 | 0.5 | 50% | 64,000 |"
+    assert ladder.roofline([first, last | {"tiny": True}]) == ladder.roofline([last]) == []
 
 
 def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
@@ -80,21 +61,12 @@ def test_what_is_late_is_killed_and_listed(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_a_part_that_fails_leaves_what_it_had_reported_and_its_last_words() -> None:
-    (job,) = suite_part.plan(JOB | {"suite": ["--models", "qwen3-8b", "--parts", "decode"]})
-    found, problem = run_part(job.module, job.argument | {"models": ["absent"]}, 600)
+    found, problem = run_part("model_part", JOB | {"models": ["absent"], "parts": ["decode"], "engine": True}, 600)
     assert found == {} and problem == "KeyError: 'absent'"
-    assert suite_part.missing(job, found, problem) == "decode: KeyError: 'absent'"
+    assert suite_part.missing(["decode"], found, problem) == "decode: KeyError: 'absent'"
     partly: Figures = {"decode 1 at 24": {"step_ms": 1.0}}
-    assert suite_part.missing(job, partly, None) is None
-    assert suite_part.missing(job, partly, "out of memory") == "the rest of its figures: out of memory"
-
-
-@pytest.mark.slow
-def test_transformers_answers_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = run(capsys, "--models", "qwen3-0.6b", "--parts", "throughput,peer")
-    theirs = found["qwen3-0.6b in transformers: throughput of transformers"]
-    ours = found["qwen3-0.6b: throughput"]
-    assert theirs["requests"] == ours["requests"] and theirs["output_tokens_per_s"] > 0
+    assert suite_part.missing(["decode"], partly, None) is None
+    assert suite_part.missing(["decode"], partly, "out of memory") == "the rest of its figures: out of memory"
 
 
 def test_an_unknown_part_or_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
     assert len(figures["twins"]) > 25 or "twins" in figures["twins"]
     assert figures["kernel tests"]["tests"]["exit_code"] == 0
     assert figures["graphs"]["tests"]["exit_code"] == 0
-    assert len(figures["decoding"]["llama-3.1-8b, usual launch: profile 3 at 24"]["kernels"]) == 14
+    assert len(figures["decoding"]["llama-3.1-8b, dependent launch: profile 3 at 24"]["kernels"]) == 14
     assert figures["suite"]["qwen3-0.6b: decode 3 at 24"]["step_ms"] > 0
 
 

@@ -230,7 +230,7 @@ def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_
     health.record_failure(0, "EIO")
     assert health.is_open
     health.record_failure(0, "EIO")
-    assert not health.is_open and health.reason == "EIO"
+    assert not health.is_open
     now_s = 0.0
     for pause_s in (1, 2, 4, 4):
         assert not health.start_probe(now_s + pause_s - 0.1)
@@ -240,5 +240,5 @@ def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_
     health.finish_probe(now_s, ok=True)
     assert health.is_open
     health.check_stall(now_s + 100, now_s)
-    assert not health.is_open and health.reason == "stalled"
+    assert not health.is_open
     assert health.start_probe(now_s + 101)

@@ -23,6 +23,7 @@ from tests.support.peer_rig import (
     content,
     ended,
     key,
+    opened,
     right,
     serving,
     tier,
@@ -241,7 +242,7 @@ def test_more_bytes_in_flight_than_the_budget_are_refused_at_once_and_can_be_had
 
 def test_every_load_ends_once_also_at_the_end() -> None:
     with LyingPeer(KEYS, lambda *each: None) as liar:
-        peer = tier(liar.endpoint)
+        peer = opened(liar.endpoint)
         hear_all(peer)
         tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
         peer.close()
@@ -260,7 +261,7 @@ def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None
     rng = random.Random(3)
     ours = source(range(30), range(30, 40))
     with serving(ours, serve_bytes=16 * CHUNK, secret=SECRET) as server:
-        peers = [tier(server.endpoint, secret=SECRET) for _ in range(3)]
+        peers = [opened(server.endpoint, secret=SECRET) for _ in range(3)]
         counts = {True: 0, False: 0}
         for peer in peers:
             hear_all(peer)

@@ -71,10 +71,10 @@ def test_a_pinned_slot_is_never_evicted_and_a_full_host_drops_what_is_offered() 
     fill(device, index, [1, 2])
     save_all(device, index)
     slots = [index.host.find(key(1)), index.host.find(key(2))]
-    index.pin(slots)
+    index.host.hold(slots)
     fill(device, index, [3])
     assert save_all_with(device, index, slots) == 0 and index.counts["drops_host_full"] == 1
-    index.unpin(slots)
+    index.host.release(slots)
     fill(device, index, [4])
     assert save_all(device, index) == 1
 

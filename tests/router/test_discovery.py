@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,15 +56,15 @@ def test_a_file_is_not_read_while_it_is_written(tmp_path: Path, monkeypatch: pyt
     writes = {1: "http://a:1\n", 2: "", 3: "http://a:1\nhttp://b", 4: "http://a:1\nhttp://b:2\n"}  # before each look
     looks = 0
 
-    def stat(path: Path) -> os.stat_result:
+    def read(path: Path) -> str:
         nonlocal looks
         looks += 1
         if looks in writes:
-            Path(path).write_text(writes[looks])
-        return os.stat(path)
+            path.write_text(writes[looks])
+        return path.read_bytes().decode()
 
     async def run() -> None:
-        monkeypatch.setattr(discovery, "os", SimpleNamespace(stat=stat, environ=os.environ))
+        monkeypatch.setattr(Path, "read_text", read)
         async with contextlib.aclosing(states(f"file:{path}")) as found:
             assert await anext(found) == ["http://a:1"]
             assert await anext(found) == ["http://a:1", "http://b:2"]

@@ -161,11 +161,6 @@ def test_threads_may_change_and_match_at_once() -> None:
     index.check()
 
 
-def test_a_size_that_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="capacity: 0 is outside"):
-        RouteIndex(0)
-
-
 def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
     rng = np.random.default_rng(5)
     for _ in range(1000):

@@ -6,6 +6,7 @@ import errno
 import resource
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -55,6 +56,9 @@ def test_without_a_descriptor_left_a_client_gets_a_503_and_the_replica_stays_up(
         async def create_connection(self, *_: object) -> None:
             failed.append(1)
             raise OSError(errno.EMFILE, "Too many open files")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio.get_running_loop(), name)
 
     with stub() as backend, running_router(backend.url) as router:
         replica = router.fleet.replicas[backend.url]

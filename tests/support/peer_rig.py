@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -96,7 +96,11 @@ def serving(
         server.close()
 
 
-def tier(
+def tier(endpoint: str, **more: Any) -> contextlib.closing[PeerTier]:
+    return contextlib.closing(opened(endpoint, **more))
+
+
+def opened(
     endpoint: str,
     *,
     fingerprint: bytes = FINGERPRINT,

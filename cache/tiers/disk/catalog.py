@@ -23,13 +23,13 @@ class Catalog:
     """The state of `num_cells` cells, of which the first `num_backed` may hold records of an earlier run."""
 
     def __init__(self, num_cells: int, num_backed: int) -> None:
-        self.cells: dict[bytes, int] = {}  # key → the cell with its readable record
+        # key → the cell with its readable record, least recently used first
+        self.cells: OrderedDict[bytes, int] = OrderedDict()
         self.table = Table(num_cells)
         self.changes = KeyChanges()  # changes of the readable keys
         self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.is_full = False  # the next `take` has to evict
         self.num_evictions = 0
-        self._by_use: OrderedDict[int, None] = OrderedDict()  # cells of readable records, least recently used first
         self._stamp = 0  # the last use stamp: a restart restores the eviction order from the stamps
         self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem returns cell 0 first
         self._frontier, self._end = num_backed, num_cells  # cells in this range were never used
@@ -40,12 +40,12 @@ class Catalog:
         """Load the rows of a snapshot: live cells in the order of their stamps."""
         rows = rows[rows["cell"] < self._frontier]
         keys, cells = rows["key"].tolist(), rows["cell"].tolist()
-        self.cells.update(zip(keys, cells, strict=True))
-        if len(self.cells) < len(cells):  # a key is listed with several cells: its latest row is valid
-            rows = rows[[self.cells[key] == cell for key, cell in zip(keys, cells, strict=True)]]
-            cells = rows["cell"].tolist()
+        latest = dict(zip(keys, cells, strict=True))
+        if len(latest) < len(cells):  # a key is listed with several cells: its latest row is valid
+            rows = rows[[latest[key] == cell for key, cell in zip(keys, cells, strict=True)]]
+            keys, cells = rows["key"].tolist(), rows["cell"].tolist()
         self.table.rows[cells] = rows
-        self._by_use.update(dict.fromkeys(cells))
+        self.cells.update(zip(keys, cells, strict=True))
         self._stamp = int(rows["stamp"].max(initial=0))
         self.changes = KeyChanges(self.cells)
         is_free = np.ones(self._frontier, bool)
@@ -72,11 +72,11 @@ class Catalog:
         return self._evict()
 
     def _evict(self) -> int | None:
-        for passed, cell in enumerate(self._by_use):
+        for passed, (key, cell) in enumerate(self.cells.items()):
             if cell not in self.loading:
                 self.num_evictions += 1
                 # The row stays until the next record is written: after a restart before that, this record is still found.
-                self._drop(cell, self.table.record_in(cell)[0])
+                self._drop(key)
                 return cell
             if passed == _MAX_PASSED:
                 break
@@ -87,7 +87,7 @@ class Catalog:
     def publish(self, cell: int, key: bytes, sequence: int) -> None:
         """Register the record that was written to the cell: it can be found from now on."""
         self.cells[key] = cell
-        self.table.set(cell, key, sequence, self._mark_used(cell))
+        self.table.set(cell, key, sequence, self._next_stamp())
         self._note(key, True)
 
     def release(self, cell: int) -> None:
@@ -111,13 +111,13 @@ class Catalog:
     def forget(self, cell: int, key: bytes, sequence: int) -> None:
         """Drop a bad record and free its cell, unless the cell holds another record by now."""
         if self.cells.get(key) == cell and self.table.record_in(cell) == (key, sequence):
-            self._drop(cell, key)
+            self._drop(key)
             self.release(cell)
 
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
         """Register a record that the scan found, unless the cell is in use or the key has a newer record."""
         old_key, old_sequence = self.table.record_in(cell)
-        if cell in self._by_use and old_sequence < sequence:
+        if old_sequence < sequence:
             self.forget(cell, old_key, old_sequence)  # the row is older than the record on disk
         elsewhere = self.cells.get(key)
         if cell not in self._free or (elsewhere is not None and self.table.record_in(elsewhere)[1] >= sequence):
@@ -128,20 +128,20 @@ class Catalog:
         self.publish(cell, key, sequence)
         return True
 
-    def use(self, cell: int) -> None:
-        """Mark the record in the cell as used."""
-        self.table.use(cell, self._mark_used(cell))
+    def use(self, key: bytes) -> int | None:
+        """Mark the record of this key as used; return its cell, None without a record."""
+        cell = self.cells.get(key)
+        if cell is not None:
+            self.cells.move_to_end(key)
+            self.table.use(cell, self._next_stamp())
+        return cell
 
-    def _mark_used(self, cell: int) -> int:
-        """Move the cell to the end of the eviction order; return its stamp."""
-        self._by_use[cell] = None
-        self._by_use.move_to_end(cell)
+    def _next_stamp(self) -> int:
         self._stamp += 1
         return self._stamp
 
-    def _drop(self, cell: int, key: bytes) -> None:
+    def _drop(self, key: bytes) -> None:
         del self.cells[key]
-        del self._by_use[cell]
         self._note(key, False)
 
     # -- changes for subscribers ---------------------------------------------------------------------------
@@ -157,10 +157,11 @@ class Catalog:
             self.changes.note(key, is_there)
 
     def check(self, num_busy: int) -> None:
-        assert sorted(self._by_use) == sorted(self.cells.values())
+        used = set(self.cells.values())
+        assert len(used) == len(self.cells), "two keys share a cell"
         assert all(self.table.record_in(cell)[0] == key for key, cell in self.cells.items())
         free = [*self._free, *range(self._frontier, self._end)]
-        assert len(free) == len({*free} - self._by_use.keys()), "a cell is free twice, or free and readable"
-        assert len(free) + len(self._by_use) + num_busy + self._num_lost == len(self.table.rows)
+        assert len(free) == len({*free} - used), "a cell is free twice, or free and readable"
+        assert len(free) + len(used) + num_busy + self._num_lost == len(self.table.rows)
         if not self._is_hidden:
             self.changes.check(self.cells)

@@ -63,22 +63,25 @@ def lock(calls: SystemCalls, directory: int, path: str) -> int:
     return file
 
 
-def supports_direct_io(calls: SystemCalls, directory: int) -> bool:
-    """Test whether O_DIRECT works here by writing a page and reading it back; this creates the probe file."""
-    page = huge_buffer(PAGE)
-    page[:8] = b"penstock"
+def open_probe(calls: SystemCalls, directory: int) -> tuple[int, bool]:
+    """Create the probe file; return its descriptor, and whether O_DIRECT works here."""
     for flag in (os.O_DIRECT, 0):
-        try:
-            file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
+        with contextlib.ExitStack() as undo:
             try:
-                if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
-                    return bool(flag)
-            finally:
-                os.close(file)
-        except OSError as error:
-            if not flag or error.errno != errno.EINVAL:
-                raise
+                file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
+                undo.callback(os.close, file)
+                if is_usable(calls, file, huge_buffer(PAGE)):
+                    undo.pop_all()
+                    return file, bool(flag)
+            except OSError as error:
+                if not flag or error.errno != errno.EINVAL:
+                    raise
     raise OSError(errno.EIO, "a page that was written cannot be read back")
+
+
+def is_usable(calls: SystemCalls, file: int, page: memoryview) -> bool:
+    """Write a page to the probe file and read it back."""
+    return calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE
 
 
 class Slabs:

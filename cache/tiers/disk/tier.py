@@ -21,7 +21,7 @@ from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
-from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, supports_direct_io
+from penstock.cache.tiers.disk.directory import SLAB_BYTES, Slabs, lock, open_directory, open_probe
 from penstock.cache.tiers.disk.keeper import Keeper
 from penstock.cache.tiers.disk.record import KEY_BYTES, Geometry, cell_bytes, namespace_of
 from penstock.cache.tiers.disk.snapshot import cells_within, mark_open, read_snapshot, write_snapshot
@@ -113,9 +113,7 @@ class DiskTier:
         """Mark keys as used, in this order; pass the end of a chain before its start, so that it is evicted first."""
         for key in keys:
             self._admission.note_use(key)
-            cell = self._cells.get(key)
-            if cell is not None:
-                self._catalog.use(cell)
+            self._catalog.use(key)
 
     # -- storing -------------------------------------------------------------------------------------------
 
@@ -129,10 +127,7 @@ class DiskTier:
             raise ValueError(f"key: {len(key)} bytes given; {KEY_BYTES} are expected")
         payload = chunk_view("buffer", buffer, self._chunk_bytes)
         self._admission.note_use(key)
-        if key in self._storing:
-            return False
-        if key in self._cells:
-            self._catalog.use(self._cells[key])
+        if key in self._storing or self._catalog.use(key) is not None:
             return False
         cell = None
         if len(self._storing) >= self._max_storing:
@@ -176,11 +171,10 @@ class DiskTier:
         """
         into = chunk_view("out", out, self._chunk_bytes, to_write=True)
         self._admission.note_use(key)
-        cell = self._cells.get(key)
+        cell = self._catalog.use(key)
         if cell is None or self._is_closed or not self._health.is_open:
             self._counts["misses"] += 1
             return None
-        self._catalog.use(cell)
         _, sequence = self._catalog.table.record_in(cell)
         self._catalog.loading[cell] += 1
         ticket = self._next_ticket
@@ -228,12 +222,6 @@ class DiskTier:
         if self._keeper.stop(self._limits.close_s) and ended:
             self._files.close()
 
-    def __enter__(self) -> "DiskTier":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     # -- statistics ----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -275,11 +263,11 @@ class DiskTier:
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
         undo.callback(os.close, lock(calls, directory, self.directory))
-        is_direct = supports_direct_io(calls, directory)
+        probe_file, is_direct = open_probe(calls, directory)
+        undo.callback(os.close, probe_file)
         self._slabs = Slabs(calls, directory, geometry, slab_bytes=self._limits.slab_bytes, is_direct=is_direct)
         undo.callback(self._slabs.close)
-        self._transport = Transport(calls, directory, self._slabs, geometry.namespace, self._chunk_bytes)
-        undo.callback(self._transport.close)
+        self._transport = Transport(calls, probe_file, self._slabs, geometry.namespace, self._chunk_bytes)
 
         self._catalog = Catalog(geometry.num_cells, num_backed=self._slabs.trim())
         self._cells = self._catalog.cells

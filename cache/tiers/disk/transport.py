@@ -5,13 +5,12 @@ transferred in place; any other buffer is copied through aligned memory of the t
 """
 
 import errno
-import os
 import threading
 
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.disk.calls import SystemCalls
-from penstock.cache.tiers.disk.directory import PROBE_FILE, Slabs
+from penstock.cache.tiers.disk.directory import Slabs, is_usable
 from penstock.cache.tiers.disk.record import HEADER_BYTES, PAGE, RecordHeader, read_header, round_up, write_header
 from penstock.cache.tiers.disk.workers import LOAD, STORE, DiskJob
 from penstock.cache.tiers.memory import address_of, huge_buffer
@@ -26,13 +25,12 @@ FULL = ("ENOSPC", "EDQUOT", "EFBIG")
 class Transport:
     """The I/O of one disk tier, called from any number of threads."""
 
-    def __init__(self, calls: SystemCalls, directory: int, slabs: Slabs, namespace: bytes, chunk_bytes: int) -> None:
+    def __init__(self, calls: SystemCalls, probe_file: int, slabs: Slabs, namespace: bytes, chunk_bytes: int) -> None:
         self._calls = calls
         self._slabs = slabs
         self._namespace = namespace
         self._chunk_bytes = chunk_bytes
-        flags = os.O_RDWR | (os.O_DIRECT if slabs.is_direct else 0)
-        self._probe_file = calls.open(directory, PROBE_FILE, flags)
+        self._probe_file = probe_file
         self._scratch = _Scratch(chunk_bytes)
 
     def work(self, job: DiskJob) -> None:
@@ -43,7 +41,7 @@ class Transport:
             elif job.kind is LOAD:
                 job.reason = self._load(job)
             else:
-                job.reason = self._probe()
+                job.reason = "" if is_usable(self._calls, self._probe_file, self._scratch.header) else SHORT
         except FileNotFoundError:
             job.reason = CORRUPT  # somebody removed the slab
         except OSError as error:
@@ -53,9 +51,6 @@ class Transport:
         except Exception as error:  # the top of a thread: the job must end and report the error
             job.reason = f"{type(error).__name__}: {error}"
         job.ok = not job.reason
-
-    def close(self) -> None:
-        os.close(self._probe_file)
 
     def _store(self, job: DiskJob) -> str:
         header = self._scratch.header
@@ -91,12 +86,6 @@ class Transport:
         if header is None or header.namespace != self._namespace or header.length != self._chunk_bytes:
             return None
         return header
-
-    def _probe(self) -> str:
-        page = self._scratch.header
-        if self._calls.writev(self._probe_file, [page], 0) != PAGE:
-            return SHORT
-        return "" if self._calls.readv(self._probe_file, [page], 0) == PAGE else SHORT
 
     def _parts(self, buffer: memoryview) -> list[memoryview]:
         """Return the buffers of one system call: the header page, and the buffer or its aligned copy."""

@@ -175,12 +175,6 @@ class PeerTier:
         self._fail_all("closed")
         self._lanes.close()
 
-    def __enter__(self) -> "PeerTier":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def stats(self) -> dict[str, Any]:
         """Return counters since the tier was opened and its current state: numbers, and dicts of numbers."""
         counts = self._counts
