@@ -15,7 +15,7 @@ from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.custom_tools import as_function, check_regexes
 from penstock.engine.server.agents.events import respond, thinking_switch
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
-from penstock.engine.server.agents.items import add_items, chat_tools, checked_items, given_items, own_tools
+from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
     ITEM,
     NOT_SERVED,
@@ -81,7 +81,7 @@ def _chat(
     tools: dict[int, AnyTool] = own_tools(request.tools, AnyTool, VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
-    given = checked_items(given_items(request.input, service.info), "input")
+    given = given_items(request.input, service.info)
     placed: list[tuple[str, AnyItem]] = [
         ("previous_response_id", item) for stored in past for item in msgspec.json.decode(stored.items, type=list[ITEM])
     ]
