@@ -9,9 +9,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive
 
-from penstock.engine.http.errors import ClientGone, HttpError, clip
+from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.options import objection
 
 MAX_FIELDS = 256  # at the top level: more than any API has, and few enough to iterate over quickly
@@ -25,18 +24,6 @@ _decoder = cache(msgspec.json.Decoder[Any])  # one per type, created at its firs
 _MEDIA = re.compile(
     r"invalid (?:enum )?value ('(?:image|document|input_image|input_file|input_audio|computer_screenshot)')"
 )
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Read the whole body. The connection has limited its size."""
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
