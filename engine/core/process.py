@@ -155,10 +155,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         duty.end()
         messages = link.receive(0.0 if working else patience_s)
         duty.begin(TURN)
-        if not working and not messages:
-            if not core.is_settled:
-                core.step()
-                continue
+        if not working and not messages and core.is_settled:
             core.executor.check()
             if not checked:
                 core.scheduler.check()
@@ -173,7 +170,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
                 return
             outputs += _take(core, message, duty, pausing, done)
         num_tokens = 0
-        if core.has_work():
+        if core.has_work() or not core.is_settled:
             duty.end()
             outputs += core.step()
             duty.begin(TURN)

@@ -10,9 +10,10 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import engine_core
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.core.process import Duty, heartbeat
+from penstock.engine.core.process import Duty, _serve, heartbeat
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.messages import Heartbeat
+from penstock.engine.http.kv_stream import keys_in
+from penstock.engine.messages import CacheUpdate, FromCore, Heartbeat, Shutdown, ToCore, WatchCache
 from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
@@ -91,6 +92,27 @@ def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(monkey
     core.settle(60.0)
     assert core.is_settled and not core.has_work()
     assert core.reset_prefix_cache()
+
+
+def test_blocks_that_an_idle_core_still_saves_are_reported_at_once() -> None:
+    executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
+    core = EngineCore(CONFIG, OracleExecutor(executor_config, 1))
+    arrivals: list[list[ToCore]] = [[WatchCache(True), submit("a", [1] * 64, max_tokens=1)]]
+    reported: set[bytes] = set()
+
+    class Link:
+        def receive(self, timeout_s: float | None) -> list[ToCore]:
+            if timeout_s == 0.0 or not core.is_settled:
+                return []
+            return arrivals.pop() if arrivals else [Shutdown()]
+
+        def send(self, message: FromCore) -> None:
+            if isinstance(message, CacheUpdate) and message.tier == "host":
+                reported.update(keys_in(message.stored))
+
+    _serve(core, Link(), Duty())  # type: ignore[arg-type]
+    host = core.scheduler.kv.pools()["host"]
+    assert reported == {key[:8] for key in host.cached_keys()} and len(reported) == 4
 
 
 def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
