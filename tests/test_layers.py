@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "engine": {
         *("engine", "cache", "executors", "_csrc", "executor.protocol", "executor.process_life", "executor.machine"),
         *("executor.regular_files", "executor.shared_tensors", "executor.gguf_header", "executor.forward"),
-        "executor.models.catalogue",  # what runs, as data without torch
+        "executor.models.catalogue",
+        "executor.loading.fields",  # without torch
     },
     "executors": {"executor"},
     "executor": {"executor", "cache", "eplb", "_csrc"},

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
-from penstock.engine.front.submit import submissions
+from penstock.engine.front.submit import begin_answer
 from penstock.engine.model_files import ModelError, resolve_model
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
@@ -149,7 +150,8 @@ def test_every_sampling_parameter_reaches_the_core_or_the_text() -> None:
 
     def sent(**given: Any) -> Any:
         params = SamplingParams(**{"seed": 1, **given})
-        return msgspec.to_builtins(submissions("r", b"\1\0\0\0", params, info, params.sampling([3])))
+        answer = begin_answer("r", b"\1\0\0\0", params, info, None, Mock(), sampling=params.sampling([3]))
+        return msgspec.to_builtins(answer.messages)
 
     for name, value in PARAMS.items():
         assert sent(**{name: value}) != sent(), name

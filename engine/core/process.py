@@ -52,7 +52,7 @@ from penstock.executors import open_executor
 log = logging.getLogger("penstock.engine")
 
 TRANSFER_POLL_S = 0.005  # interval of an idle core's steps while blocks move between the tiers
-TIER_STATS_S = 0.25  # interval of sending tier statistics, and whatever an idle core has to report
+TIER_STATS_S = 0.25  # interval of sending tier statistics; also after the last step
 TURN = "a turn of its loop"
 # Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks' own deadlines for them
 # (executor/ranks/ranked.py) are not longer. A pause collects steps, which have their own.
@@ -170,7 +170,6 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             checked = True
             continue
         checked = False
-        is_idle = not working and not messages  # but blocks move between the tiers
         outputs: list[Output | None] = []
         done: list[Controlled] = []
         for message in messages:
@@ -178,13 +177,11 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
                 return
             outputs += _take(core, message, duty, pausing, done)
         num_tokens = 0
-        if core.has_work() or is_idle:
+        if core.has_work() or not core.is_settled:
             duty.end()
             outputs += core.step()
             duty.begin(TURN)
             num_tokens = core.last_step_tokens
-        if is_idle and not core.is_settled and time.monotonic() < tiers_due_s:
-            continue
         outputs += core.pauses.finish_pause()
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:

@@ -21,33 +21,26 @@ POLL_S = 0.005
 async def read_ahead(folder: str, stall_s: float = STALL_S) -> None:
     """Read every adapter file in `folder` once; raise AdapterError if one cannot be read, or reading makes no
     progress."""
-    reader = _Reader(Path(folder))
-    reader.start()
-    while reader.is_alive():
-        if time.monotonic() - reader.progress_s > stall_s:
-            raise AdapterError(f"{folder}: reading {reader.reading} has made no progress for {stall_s:g} s")
-        await asyncio.sleep(POLL_S)
-    if reader.error is not None:
-        raise AdapterError(f"{reader.error.filename or folder}: {reader.error.strerror or reader.error}")
+    reading, progress_s, errors = "", time.monotonic(), list[OSError]()
 
-
-class _Reader(threading.Thread):
-    """A daemon thread, so that reading that hangs in the kernel does not prevent the process from ending."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(name="adapter files", daemon=True)
-        self._folder = folder
-        self.reading = ""
-        self.progress_s = time.monotonic()
-        self.error: OSError | None = None
-
-    def run(self) -> None:
+    def read() -> None:
+        nonlocal reading, progress_s
         try:
-            for self.reading in FILES:
-                path = self._folder / self.reading
+            for reading in FILES:
+                path = Path(folder, reading)
                 if path.exists():  # the core reports missing files
                     with open_regular(path) as file:
                         while file.read(CHUNK_BYTES):
-                            self.progress_s = time.monotonic()
+                            progress_s = time.monotonic()
         except OSError as error:
-            self.error = error
+            errors.append(error)
+
+    # A daemon thread, so that reading that hangs in the kernel does not prevent the process from ending.
+    thread = threading.Thread(target=read, name="adapter files", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if time.monotonic() - progress_s > stall_s:
+            raise AdapterError(f"{folder}: reading {reading} has made no progress for {stall_s:g} s")
+        await asyncio.sleep(POLL_S)
+    for error in errors:
+        raise AdapterError(f"{error.filename or folder}: {error.strerror or error}")

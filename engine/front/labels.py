@@ -1,7 +1,6 @@
 """Requests to classification models, and the meaning of their outputs; for the server and the offline LLM."""
 
-import math
-from array import array
+import numpy as np
 
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -36,14 +35,13 @@ def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams
 
 def shown(labels: LabelInfo, numbers: bytes) -> list[float]:
     """Return one number for each label: its probability, or the output of a regression model."""
-    values = array("f", numbers).tolist()
+    values = np.frombuffer(numbers, "<f4").astype(float)
     if labels.tokens is not None:
-        values = [values[1] - values[0]]  # the softmax of two logits is the sigmoid of their difference
-    if labels.activation == "identity":
-        return values
+        values = values[1:] - values[:1]  # the softmax of two logits is the sigmoid of their difference
     if labels.activation == "sigmoid":
-        return [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]
-    most = max(values)
-    powers = [math.exp(value - most) for value in values]
-    total = sum(powers)
-    return [power / total for power in powers]
+        values = 1 / (1 + np.exp(-np.maximum(values, -700)))
+    elif labels.activation != "identity":
+        powers = np.exp(values - values.max())
+        values = powers / powers.sum()
+    found: list[float] = values.tolist()
+    return found

@@ -42,7 +42,7 @@ from penstock.engine.front.results import (
     ScoringOutput,
     Shown,
     completed,
-    embedded,
+    embedding_of,
     pooled,
 )
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
@@ -168,7 +168,13 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        return self._pool(as_list(prompts), params, pooling, use_tqdm, lambda numbers: embedded(numbers, normalize))
+        return self._pool(
+            as_list(prompts),
+            params,
+            pooling,
+            use_tqdm,
+            lambda numbers: EmbeddingOutput(embedding_of(numbers, normalize).tolist()),
+        )
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True

@@ -1,7 +1,5 @@
 """Results of the offline API, with the names of vLLM."""
 
-import math
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -55,10 +53,10 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-def unit_length(vector: "array[float]") -> "array[float]":
-    """Scale a vector to length 1; return a vector of zeros as it is."""
-    length = math.sqrt(sum(value * value for value in vector)) or 1.0
-    return array("f", [value / length for value in vector])
+def embedding_of(numbers: bytes, normalize: bool) -> np.ndarray:
+    """Return the float32 vector in an answer's `embedding`, scaled to length 1 if `normalize` is set."""
+    vector = np.frombuffer(numbers, "<f4")
+    return vector / (np.linalg.norm(vector) or 1.0) if normalize else vector  # a vector of zeros stays as it is
 
 
 class EmbeddingOutput(msgspec.Struct):
@@ -129,11 +127,6 @@ def _request(answer: Answer, prompt: str | None) -> dict[str, Any]:
         "num_cached_tokens": answer.num_cached_tokens or 0,
         "metrics": answer.metrics,
     }
-
-
-def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
-    vector = array("f", numbers)
-    return EmbeddingOutput((unit_length(vector) if normalize else vector).tolist())
 
 
 def routed_experts(update: Update) -> np.ndarray | None:

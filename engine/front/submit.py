@@ -74,40 +74,14 @@ def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt", num_an
         raise InvalidRequest(field, f"{num_tokens} tokens; the context holds {holds}, so at most {most} can be given")
 
 
-def submissions(
-    request_id: str,
-    prompt: bytes,
-    params: SamplingParams,
-    info: ModelInfo,
-    sampling: Sampling,
-    kv_transfer: KvTransfer | None = None,
-    **fields: Unpack[SubmitFields],
-) -> list[Submit]:
-    """Return one message per choice, with the ids `request_id.index`. An answer is at most as long as the rest of the
-    context.
-
-    Later choices hit the first one's prompt in the prefix cache. `sampling` is derived from `params`; each choice gets
-    its own seed.
-    """
-    has_grammar = fields.get("grammar") is not None
-    assert (params.structured_outputs is None) != has_grammar, "a grammar is made of structured_outputs"
-    given = kv_transfer or KvTransfer()
-    peer = None if given.peer is None else peer_name(given.peer)
-    if given.peer is not None and peer not in info.stores:  # only the operator chooses peers
-        raise InvalidRequest("kv_transfer_params.peer", f"{given.peer[:64]!r} is not a --kv-peer of this engine")
-    room = info.max_model_len - len(prompt) // 4
-    return [
-        Submit(
-            f"{request_id}.{index}",
-            prompt,
-            msgspec.structs.replace(sampling, seed=params.seed_of(index)),
-            room if params.max_tokens is None else min(params.max_tokens, room),
-            peer=peer,
-            peer_wait_s=0.0 if peer is None else DEFAULT_WAIT_S if given.wait_s is None else given.wait_s,
-            **fields,
-        )
-        for index in range(params.n)
-    ]
+def _source(transfer: KvTransfer | None, info: ModelInfo) -> tuple[str | None, float]:
+    """Return the name of the store that has the prompt's blocks or will have them, and how long to wait for them."""
+    if transfer is None or transfer.peer is None:
+        return None, 0.0
+    peer = peer_name(transfer.peer)
+    if peer not in info.stores:  # only the operator chooses peers
+        raise InvalidRequest("kv_transfer_params.peer", f"{transfer.peer[:64]!r} is not a --kv-peer of this engine")
+    return peer, DEFAULT_WAIT_S if transfer.wait_s is None else transfer.wait_s
 
 
 def begin_answer(
@@ -143,9 +117,22 @@ def begin_answer(
     check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
     if sampling is None:
         sampling = params.sampling(() if tokenizer is None else tokenizer.eos_ids)
-    messages = submissions(request_id, prompt, params, info, sampling, kv_transfer, **fields)
-    choices = []
-    for index in range(params.n):
+    assert (params.structured_outputs is None) == (fields.get("grammar") is None), "one is made of the other"
+    peer, peer_wait_s = _source(kv_transfer, info)
+    room = info.max_model_len - len(prompt) // 4
+    messages, choices = [], []
+    for index in range(params.n):  # later choices hit the first one's prompt in the prefix cache
+        messages.append(
+            Submit(
+                f"{request_id}.{index}",
+                prompt,
+                msgspec.structs.replace(sampling, seed=params.seed_of(index)),
+                room if params.max_tokens is None else min(params.max_tokens, room),
+                peer=peer,
+                peer_wait_s=peer_wait_s,
+                **fields,
+            )
+        )
         stream = None
         if tokenizer is not None and params.detokenize:
             stream = tokenizer.stream(params.skip_special_tokens, is_continuation, shown_ids)

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from penstock.engine.http.errors import HttpError
 
@@ -36,41 +36,22 @@ class Keys:
     def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
         """Return the number of the request's key (`Authorization: Bearer KEY` or `x-api-key: KEY`), from 1, which may be
         logged; None: it has none, or one that is not accepted. If it has several accepted keys, the first counts."""
-        numbers = [self._number_of(given) for given in _digests_of(headers)]
+        numbers = [self._number_of(given) for given in bearers(headers)]
         return None if not numbers or None in numbers else numbers[0]
 
-    def _number_of(self, given: bytes | None) -> int | None:
-        if given is None:
+    def _number_of(self, bearer: bytes) -> int | None:
+        scheme, _, key = bearer.partition(b" ")
+        if scheme.lower() != b"bearer":
             return None
+        given = _digest(key.strip())
         same = [hmac.compare_digest(given, digest) for digest in self._digests]  # a list: no early exit
         return same.index(True) + 1 if any(same) else None
 
 
-class Authentication:
-    """ASGI middleware: without an accepted key only OPEN_ROUTES answer; `refusal` answers all other requests."""
-
-    def __init__(self, app: ASGIApp, keys: Keys, refusal: ASGIApp) -> None:
-        self.app, self.keys, self.refusal = app, keys, refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admitted = not self.keys or self._is_open(scope) or self.keys.number(scope["headers"]) is not None
-        await (self.app if is_admitted else self.refusal)(scope, receive, send)
-
-    def _is_open(self, scope: Scope) -> bool:
-        # A root_path would make the router match another string than scope["path"]; then nothing is open.
-        has_prefix = bool(scope.get("root_path"))
-        return scope["type"] == "http" and not has_prefix and (scope["method"], scope["path"]) in OPEN_ROUTES
-
-
-def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the digest of the request's first key; None if it has none."""
-    return next(iter(_digests_of(headers)), None)
-
-
-def _digests_of(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes | None]:
-    """Return the digests of all keys in the request; None for a value without a key."""
-    parts = [value.partition(b" ") for value in bearers(headers)]
-    return [_digest(key.strip()) if scheme.lower() == b"bearer" else None for scheme, _, key in parts]
+def is_open(scope: Scope) -> bool:
+    """Return whether the route of a request needs no key."""
+    # A root_path would make the router match another string than scope["path"]; then nothing is open.
+    return not scope.get("root_path") and (scope["method"], scope["path"]) in OPEN_ROUTES
 
 
 def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:

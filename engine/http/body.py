@@ -9,9 +9,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive
 
-from penstock.engine.http.errors import ClientGone, HttpError, clip
+from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.options import objection
 
 MAX_FIELDS = 256  # at the top level: more than any API has, and few enough to iterate over quickly
@@ -21,19 +20,10 @@ T = TypeVar("T")
 FIELDS = dict[str, msgspec.Raw]
 
 _decoder = cache(msgspec.json.Decoder[Any])  # one per type, created at its first use
-_MEDIA = re.compile(r"invalid value ('(?:image|document)')")  # msgspec's message for an unknown block type
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Read the whole body. The connection has limited its size."""
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+# msgspec's message for a block or part that is no text
+_MEDIA = re.compile(
+    r"invalid (?:enum )?value ('(?:image|document|input_image|input_file|input_audio|computer_screenshot)')"
+)
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
@@ -54,15 +44,20 @@ def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
         found: T = _decoder(kind).decode(source)  # type: ignore[arg-type]  # types are hashable
         return found
     except msgspec.ValidationError as error:
-        within, what = objection(error, kind)
-        if (media := _MEDIA.match(what)) is not None:
-            what = f"{media[1]} is not served; this model reads text only"
+        within, what = explained(error, kind)
         place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
     except msgspec.DecodeError as error:
         raise HttpError(400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None) from None
     except RecursionError:
         raise HttpError(400, f"{field or 'the body'} is nested too deeply", param=field or None) from None
+
+
+def explained(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
+    """Return the path of the error and the message, like `objection`; images, audio and files are not served."""
+    place, what = objection(error, kind)
+    media = _MEDIA.match(what)
+    return place, what if media is None else f"{media[1]} is not served; this model reads text only"
 
 
 def _check_utf8(body: bytes) -> None:

@@ -43,10 +43,6 @@ class HttpError(Exception):
         return error_body(self.status, self.message, self.param)
 
 
-class ClientGone(Exception):
-    """Raised when the client has closed the connection, so that nobody would read a response."""
-
-
 def error_info(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return the object `error` of a response, bounded in size."""
     return {

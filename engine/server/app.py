@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.http.access_line import AccessLine, AccessLog
-from penstock.engine.http.auth import NO_KEY, Authentication, Keys
+from penstock.engine.http.auth import NO_KEY, Keys, is_open
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
 from penstock.engine.server.call import Call
 from penstock.engine.server.kv_events import KvEvents
@@ -49,7 +49,8 @@ class ServerApp:
         self._patterns = [route for route in table if "{" in route.path]
         starlette = Starlette(routes=table, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
-        self._inner: ASGIApp = Authentication(starlette, self._keys, _error(NO_KEY))
+        self._starlette = starlette
+        self._inner: ASGIApp = self._authenticate
         if config.allowed_origins:  # outside authentication, because a browser's preflight request has no key
             self._inner = CORSMiddleware(
                 self._inner,
@@ -60,7 +61,7 @@ class ServerApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["penstock.call"] = Call(scope["headers"])
+        call = scope["penstock.call"] = Call(scope["headers"], self._keys.number(scope["headers"]))
         status = 500  # if no response is sent
         spans = self.service.spans
         spans.begin(call, scope)
@@ -83,7 +84,12 @@ class ServerApp:
             self.service.metrics.requests[route, status] += 1
             spans.end(call, route, status)
             if (level := self._lines.level(route in QUIET_ROUTES)) is not None:
-                self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
+                self._lines.write(level, _line(call, route, status))
+
+    async def _authenticate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request if it has an accepted key or needs none."""
+        is_admitted = not self._keys or scope["penstock.call"].key is not None or is_open(scope)
+        await (self._starlette if is_admitted else _error(NO_KEY))(scope, receive, send)
 
     def _ignored_header(self, names: Sequence[str]) -> tuple[bytes, bytes]:
         """Return the header with the ignored parts of a request, which the handlers collect in `Call.ignored`. Log each
@@ -124,7 +130,7 @@ async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
     return _error(HttpError(500, "internal error"))
 
 
-def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
+def _line(call: Call, route: str, status: int) -> AccessLine:
     line = AccessLine(
         route=route,
         status=status,
@@ -132,7 +138,7 @@ def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
         id=call.id,
         client_id=call.client_id,
         model=call.model or None,
-        key=key,
+        key=call.key,
         trace_id=call.trace_id,
     )
     if call.answers:

@@ -17,8 +17,9 @@ from penstock.engine.http.errors import clean_id
 class Call:
     """One HTTP request. `id` is random; `client_id` is the client's X-Request-Id, cleaned, only echoed and logged."""
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.id = secrets.token_hex(16)
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], key: int | None = None) -> None:
+        """`key`: the number of the request's API key, in the configured order."""
+        self.id, self.key = secrets.token_hex(16), key
         ids = (clean_id(value.decode("latin-1")) for name, value in headers if name == b"x-request-id")
         self.client_id = next(ids, None)
         self.created = int(time.time())

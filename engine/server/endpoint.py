@@ -10,12 +10,12 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http import token_form
-from penstock.engine.http.body import read_body
-from penstock.engine.http.errors import ClientGone, HttpError
+from penstock.engine.http.errors import HttpError
 from penstock.engine.server.answers import DONE
 from penstock.engine.server.call import Call
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -48,11 +48,11 @@ class Endpoint:
         try:
             kind = self._content_type(scope) if scope["method"] == "POST" else b""
             call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
-            body = await read_body(receive)
+            body = await Request(scope, receive).body()  # the connection has limited its size
             if kind == token_form.CONTENT_TYPE:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, scope, receive, send))
-        except ClientGone:
+        except ClientDisconnect:
             call.is_gone = True  # for the log; part of the answer may have been sent
         finally:
             service.release(call)
@@ -114,7 +114,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         working.result()
     finally:
         working.cancel()

@@ -11,9 +11,9 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.http.errors import ClientGone
 from penstock.engine.http.kv_stream import ALIVE_S, Alive, Changes, Hello, keys_in, pack, snapshot
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server.endpoint import unless_gone
@@ -47,7 +47,7 @@ class KvEvents:
         if scope["method"] != "HEAD":
             try:
                 await unless_gone(receive, self._send_frames(send))
-            except ClientGone:
+            except ClientDisconnect:
                 scope["penstock.call"].is_gone = True
                 return
         await send({"type": "http.response.body", "body": b""})

@@ -1,5 +1,6 @@
 """The tables of all routes, and the handlers of the GET routes."""
 
+import asyncio
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -107,7 +108,7 @@ GETS: dict[str, Shown] = {
 
 
 async def _models(service: Service, request: Request) -> Response:
-    await service.know_text_digest()
+    await asyncio.to_thread(getattr, service, "text_digest")  # computed at the first request, not at the start
     one = request.path_params.get("model")
     if one is not None:
         return _json(_model(service, service.check_model(one)))

@@ -1,7 +1,6 @@
 """POST /v1/embeddings, and /classify, /score and /rerank, which run a classification model on texts or pairs of texts."""
 
 import base64
-from array import array
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from penstock.engine.front.labels import asking_for, labels_of, shown
-from penstock.engine.front.results import unit_length
+from penstock.engine.front.results import embedding_of
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import Json, gather, usage
 from penstock.engine.server.call import Call
@@ -64,9 +63,7 @@ async def pooled(
 
 def _vector(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
     """Return the vector as numbers or as base64 of little-endian float32, normalized unless `normalize` is false."""
-    vector = array("f", embedding)
-    if request.normalize is not False:
-        vector = unit_length(vector)
+    vector = embedding_of(embedding, request.normalize is not False)
     return base64.b64encode(vector.tobytes()).decode() if request.encoding_format == "base64" else vector.tolist()
 
 

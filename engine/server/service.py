@@ -4,11 +4,11 @@ A request is admitted before it is tokenized, so that a full server refuses it a
 tokenized count as if they were queued already.
 """
 
-import asyncio
 import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,7 +54,6 @@ class Service:
         self.responses = ResponseStore()
         self.is_draining = False
         self.started = int(time.time())
-        self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
@@ -68,11 +67,10 @@ class Service:
     def model_name(self) -> str:
         return self.config.served_model_names[0]
 
-    async def know_text_digest(self) -> None:
-        """Compute the digest of the tokenizer and the template on first use. It is not computed at the start, because
-        serializing a large vocabulary takes a tenth of a second."""
-        if not self.text_digest:
-            self.text_digest = await asyncio.to_thread(text_digest, self.tokenizer, self.template)
+    @cached_property
+    def text_digest(self) -> str:
+        """The digest of the tokenizer and the template. Serializing a large vocabulary takes a tenth of a second."""
+        return text_digest(self.tokenizer, self.template)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the answer; raise a 404 if the name is not served."""

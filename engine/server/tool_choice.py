@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.cache.keys import RecentKeys
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.http.errors import clip
 from penstock.engine.messages import FinishReason
@@ -115,7 +116,7 @@ class Tools:
             log.warning(
                 "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
             )
-        self.unheld: dict[bytes, None] = {}  # sets of optional tools whose grammar was refused
+        self.unheld = RecentKeys(MAX_UNHELD)  # sets of optional tools whose grammar was refused
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
@@ -156,7 +157,7 @@ class Tools:
         prompt: bytes,
         wanted: StructuredOutputs | None,
         *,
-        holds_optional: bool = True,
+        holds_optional: bool,
     ) -> tuple[ReadingPlan, StructuredOutputs | None]:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
         answer continues. `prompt`: token ids, int32. Unless `holds_optional`, optional calls are only parsed."""
@@ -173,9 +174,7 @@ class Tools:
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
         """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
-        self.unheld[key] = None
-        if len(self.unheld) > MAX_UNHELD:
-            del self.unheld[next(iter(self.unheld))]
+        self.unheld.add(key)
         names = clip(", ".join(function.name for function in calls.functions))
         log.warning("tools %s: optional calls are held to no grammar: %s", names, refusal.message)
 

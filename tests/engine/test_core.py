@@ -1,7 +1,7 @@
 """The core loop: what its heartbeat may conclude from a step's age."""
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,9 +10,10 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import engine_core
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.core.process import TRANSFER_POLL_S, CoreLink, Duty, _serve, _take, heartbeat
+from penstock.engine.core.process import Duty, _serve, _take, heartbeat
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.messages import Control, FromCore, Heartbeat, Outputs, Shutdown, ToCore
+from penstock.engine.http.kv_stream import keys_in
+from penstock.engine.messages import CacheUpdate, Control, FromCore, Heartbeat, Shutdown, ToCore, WatchCache
 from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
@@ -71,20 +72,16 @@ def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_r
     assert sizes[0] == 2048 and set(sizes[1:]) == {1}
 
 
-def with_stalled_store() -> tuple[EngineCore, FlakyStore]:
-    executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
-    store = FlakyStore(is_stalled=True)
-    stores: dict[str, Store] = {"disk": cast(Store, store)}
-    return EngineCore(CONFIG, OracleExecutor(executor_config, 2, stores)), store
-
-
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(
     is_paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
     monkeypatch.setattr(engine_core, "RESET_S", 0.2)
-    core, store = with_stalled_store()
+    executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
+    store = FlakyStore(is_stalled=True)
+    stores: dict[str, Store] = {"disk": cast(Store, store)}
+    core = EngineCore(CONFIG, OracleExecutor(executor_config, 2, stores))
     core.submit(submit("a", list(range(40)), max_tokens=4))
     while core.has_work():
         core.step()
@@ -102,32 +99,25 @@ def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(
     assert core.reset_prefix_cache()
 
 
-class Link:
-    """What a core that is left alone hears and says: its store is slow until the core waits for it, then it may end."""
+def test_blocks_that_an_idle_core_still_saves_are_reported_at_once() -> None:
+    executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
+    core = EngineCore(CONFIG, OracleExecutor(executor_config, 1))
+    arrivals: list[list[ToCore]] = [[WatchCache(True), submit("a", [1] * 64, max_tokens=1)]]
+    reported: set[bytes] = set()
 
-    def __init__(self, store: FlakyStore) -> None:
-        self.store, self.sent = store, list[Any]()
-        self.messages: list[ToCore] = [submit("a", list(range(40)), max_tokens=4)]
+    class Link:
+        def receive(self, timeout_s: float | None) -> list[ToCore]:
+            if timeout_s == 0.0 or not core.is_settled:
+                return []
+            return arrivals.pop() if arrivals else [Shutdown()]
 
-    def send(self, message: FromCore) -> None:
-        self.sent.append(message)
+        def send(self, message: FromCore) -> None:
+            if isinstance(message, CacheUpdate) and message.tier == "host":
+                reported.update(keys_in(message.stored))
 
-    def receive(self, timeout_s: float | None) -> list[ToCore]:
-        messages, self.messages = self.messages, []
-        if timeout_s == TRANSFER_POLL_S and self.store.is_stalled:
-            self.store.is_stalled = False
-            self.sent.clear()
-        elif timeout_s and not self.store.is_stalled and timeout_s != TRANSFER_POLL_S:
-            messages.append(Shutdown())
-        return messages
-
-
-def test_what_moves_after_the_last_request_is_reported_without_another_message() -> None:
-    core, store = with_stalled_store()
-    link = Link(store)
-    _serve(core, cast(CoreLink, link), Duty())
-    stats = [message.stats for message in link.sent if isinstance(message, Outputs)]
-    assert stats[-1].tiers["disk"]["used_blocks"] == len(store.data) > 0
+    _serve(core, Link(), Duty())  # type: ignore[arg-type]
+    host = core.scheduler.kv.pools()["host"]
+    assert reported == {key[:8] for key in host.cached_keys()} and len(reported) == 4
 
 
 def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pytest.MonkeyPatch) -> None:

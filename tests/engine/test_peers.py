@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from penstock.engine.front.submit import KvTransfer, submissions
+from penstock.engine.front.submit import KvTransfer, begin_answer
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.tiers.transfers import RankTransfers
@@ -154,7 +155,8 @@ def test_a_request_may_name_no_peer_but_those_of_the_operator() -> None:
 
         def make(peer: str) -> list[Submit]:
             info = b.executor.info
-            return submissions("r", b"\1\0\0\0", params, info, params.sampling(()), KvTransfer(peer, 3.0))
+            transfer = KvTransfer(peer, 3.0)
+            return [*begin_answer("r", b"\1\0\0\0", params, info, None, Mock(), kv_transfer=transfer).messages]
 
         (message,) = make(known)
         assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)

@@ -12,7 +12,6 @@ import math
 import os
 import random
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Choice, Update, joined
-from penstock.engine.front.submit import submissions
+from penstock.engine.front.submit import begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
@@ -221,18 +221,19 @@ def random_request(rng: random.Random, number: int, world: World) -> list[Asked]
     if pooling is not None:
         params = SamplingParams()
     grammar = None if params.structured_outputs is None else grammar_source(params.structured_outputs)
-    messages = submissions(
+    answer = begin_answer(
         f"r{number}",
-        array("i", prompt).tobytes(),
+        prompt,
         params,
         world.core.info,
-        params.sampling(world.tokenizer.eos_ids),
+        world.tokenizer,
+        Mock(),
         priority=rng.choice([0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a"]),
         pooling=pooling,
         grammar=grammar,
     )
-    return [Asked(message, params, rng.choice([None, None, None, rng.randint(0, 9)])) for message in messages]
+    return [Asked(message, params, rng.choice([None, None, None, rng.randint(0, 9)])) for message in answer.messages]
 
 
 def live(rng: random.Random, config: ExecutorConfig, executor: Executor, counts: Counter[str], where: str) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.body import decode
-from penstock.engine.options import objection
+from penstock.engine.http.body import decode, explained
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.agents.items_schema import (
     ITEM,
@@ -25,46 +24,30 @@ from penstock.engine.server.requests import Function, Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
 
-Item = dict[str, Any]
-INPUT: Any = str | list[Item]
+INPUT: Any = str | list[dict[str, Any]]
 
 
-def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
-    """Decode `input`, which may be missing, a text or a list, into unvalidated items."""
+def given_items(raw: Raw, info: ModelInfo) -> list[AnyItem]:
+    """Decode `input`, which may be missing, a text or a list of items; an item without a type is a message."""
     if bytes(raw) in (b"", b"null"):
         return []
     check_braces("input", raw, info)
     given = decode(INPUT, raw, "input")
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
-def checked_items(given: list[Item], field: str) -> list[AnyItem]:
-    """Validate and convert the client's items; an item without a type is a message."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
     if len(given) > MAX_MESSAGES:
-        raise InvalidRequest(field, f"{len(given)} given; at most {MAX_MESSAGES} are allowed")
+        raise InvalidRequest("input", f"{len(given)} given; at most {MAX_MESSAGES} are allowed")
     for place, item in enumerate(given):
         if item.get("type", "message") == "item_reference" or not item.keys() & {"type", "role"}:
             what = "items are not kept by their ids; send the item itself, or previous_response_id"
-            raise InvalidRequest(f"{field}[{place}].type", what)
-        _check_parts(item, f"{field}[{place}]")
+            raise InvalidRequest(f"input[{place}].type", what)
     items = [{name: value for name, value in item.items() if value is not None} for item in given]
     try:
         converted: list[AnyItem] = msgspec.convert([{"type": "message", **item} for item in items], list[ITEM])
     except msgspec.ValidationError as error:
-        within, what = objection(error, list[ITEM])
-        raise InvalidRequest(field + within, what) from None
+        within, what = explained(error, list[ITEM])
+        raise InvalidRequest(f"input{within}", what) from None
     return converted
-
-
-def _check_parts(item: Item, field: str) -> None:
-    """Raise InvalidRequest for images, audio and files, naming the part."""
-    for name in ("content", "output"):
-        parts = item.get(name)
-        for place, part in enumerate(parts if isinstance(parts, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
-                what = f"{kind!r} is not served; this model reads text only"
-                raise InvalidRequest(f"{field}.{name}[{place}].type", what)
 
 
 def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], instructions: str | None) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.auth import key_digest
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.custom_tools import as_function, check_regexes
 from penstock.engine.server.agents.events import respond, thinking_switch
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
-from penstock.engine.server.agents.items import add_items, chat_tools, checked_items, given_items, own_tools
+from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
     ITEM,
     NOT_SERVED,
@@ -57,11 +56,6 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     return await respond(service, call, plan, writer)
 
 
-def owner_of(call: Call) -> bytes:
-    """Return the digest of the request's API key. Without API keys, all clients count as the same owner."""
-    return key_digest(call.scope["headers"]) or b""
-
-
 def not_stored(field: str, response_id: str, status: int = 404) -> HttpError:
     return HttpError(status, f"{field}: {clip(response_id)!r} is not stored here (any more)", param=field)
 
@@ -70,7 +64,7 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
     """Return the chain of previous responses, oldest first."""
     turns: list[StoredResponse] = []
     while previous_id is not None:
-        stored = service.responses.get(owner_of(call), previous_id) if len(turns) < MAX_CHAIN else None
+        stored = service.responses.get(call.key, previous_id) if len(turns) < MAX_CHAIN else None
         if stored is None:
             raise not_stored("previous_response_id", previous_id, 400)
         turns.append(stored)
@@ -87,7 +81,7 @@ def _chat(
     tools: dict[int, AnyTool] = own_tools(request.tools, AnyTool, VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
-    given = checked_items(given_items(request.input, service.info), "input")
+    given = given_items(request.input, service.info)
     placed: list[tuple[str, AnyItem]] = [
         ("previous_response_id", item) for stored in past for item in msgspec.json.decode(stored.items, type=list[ITEM])
     ]
@@ -134,7 +128,7 @@ def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[A
     if request.store is False:
         return False
     items = msgspec.json.encode([*given, *reply["output"]])
-    stored = StoredResponse(owner_of(call), msgspec.json.encode(reply), items, request.previous_response_id)
+    stored = StoredResponse(call.key, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)
 
 
@@ -146,7 +140,7 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
     if call.query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
     response_id = call.scope["path_params"]["response_id"]
-    stored = service.responses.get(owner_of(call), response_id)
+    stored = service.responses.get(call.key, response_id)
     if stored is None:
         raise not_stored("response_id", response_id)
     return Raw(stored.reply)
@@ -155,6 +149,6 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
 async def delete(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
     """Delete a response. Responses that continue it cannot be continued any more either."""
     response_id = call.scope["path_params"]["response_id"]
-    if not service.responses.delete(owner_of(call), response_id):
+    if not service.responses.delete(call.key, response_id):
         raise not_stored("response_id", response_id)
     return {"id": response_id, "object": "response", "deleted": True}

@@ -12,7 +12,7 @@ MAX_BYTES = 64 << 20  # JSON size of all responses together
 
 
 class StoredResponse(NamedTuple):
-    owner: bytes  # digest of the API key; empty if the server has no keys
+    owner: int | None  # number of the API key; None if the server has no keys
     reply: bytes  # the response as JSON
     items: bytes  # its input and output items, as JSON
     previous_id: str | None
@@ -38,14 +38,14 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
         return True
 
-    def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
+    def get(self, owner: int | None, response_id: str) -> StoredResponse | None:
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             return None
         self._stored.move_to_end(response_id)
         return stored
 
-    def delete(self, owner: bytes, response_id: str) -> bool:
+    def delete(self, owner: int | None, response_id: str) -> bool:
         if self.get(owner, response_id) is None:
             return False
         self._drop(response_id)

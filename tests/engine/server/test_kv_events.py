@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import httpx
 import pytest
@@ -175,10 +175,4 @@ def test_a_listener_that_leaves_without_a_word_is_forgotten(server: Running) -> 
     with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("GET", "/kv_events"):
         pass
     server.complete("anything else", max_tokens=1)
-    events = next(route.app for route in _routes(server) if getattr(route, "path", "") == "/kv_events")
-    until(lambda: not events._listeners)
-
-
-def _routes(server: Running) -> list[Any]:
-    found: list[Any] = cast(Any, server.app._inner).app.router.routes
-    return found
+    until(lambda: not server.app.kv_events._listeners)
