@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.export import save_tokenizer
 
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.programs import Command
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)  # importing torch, several times
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    byte_tokenizer().save(folder)
+    save_tokenizer(byte_tokenizer(), folder)
     (folder / "config.json").write_text(json.dumps(MODEL))
     return folder
 

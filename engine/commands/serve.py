@@ -13,7 +13,7 @@ from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, recommended_sampling, resolve_model
-from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
+from penstock.engine.options import add_options, built, flag, given_options
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import load_template
@@ -48,11 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
 
 
-def options() -> list[Option]:
-    """Return all flags that have an effect."""
-    return [*options_of(ServerConfig), *options_of(ModelOptions), *options_of(EngineOptions)]
-
-
 def run(args: argparse.Namespace) -> int:
     try:
         log_to_stderr(args.log_level)
@@ -66,19 +61,14 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config(str(files.path), options)
     recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
     server = server_config(args, files.name, recommended)
-    _check_adapters(engine, server)
+    check_adapters(engine, server)
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
 
 
-def check(args: argparse.Namespace) -> None:
-    """Validate the options as far as possible without the files of the model."""
-    name = args.model or args.model_option or DEFAULT_NAME
-    _check_adapters(engine_config(name, given_options(args, EngineOptions)), server_config(args, name, {}))
-
-
-def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
+def check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError if the server has an option about adapters and the engine does not accept them."""
     for name in ("lora_modules", "allow_lora_updates"):
         if getattr(server, name) and not engine.executor.enable_lora:
             raise ConfigError(f"{name}: given; it requires enable_lora")

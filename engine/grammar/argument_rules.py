@@ -20,8 +20,7 @@ from penstock.engine.grammar.json_schema import lark_json, prepared
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import Parameters, kinds, target, typed
-from penstock.engine.text.tools.call_kinds import ToolFormat
-from penstock.engine.text.tools.formats import ToolSpec
+from penstock.engine.text.tools.call_kinds import ToolFormat, ToolSpec
 from penstock.engine.text.tools.scan import MAX_DEPTH
 
 # One space after comma and colon, as chat templates print JSON. With whitespace fixed, the model has no meaningless

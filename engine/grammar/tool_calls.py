@@ -15,7 +15,7 @@ from penstock.engine.grammar.argument_rules import argument_rules
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import harmony
-from penstock.engine.text.tools.formats import Calls
+from penstock.engine.text.tools.call_kinds import Calls
 from penstock.engine.text.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from penstock.engine.text.tools.thinking import Thinking
 

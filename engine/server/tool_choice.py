@@ -25,9 +25,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.call_kinds import tokens_in
-from penstock.engine.text.tools.formats import Calls, ToolSpec
-from penstock.engine.text.tools.harmony_reader import HarmonyReader
+from penstock.engine.text.tools.call_kinds import Calls, ToolSpec, tokens_in
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -51,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Reading:
     """Parses one choice into pieces (text, reasoning, calls) for all chat APIs. Without a reader, all of it is text."""
 
-    def __init__(self, plan: "ReadingPlan", reader: AnswerReader | HarmonyReader | None) -> None:
+    def __init__(self, plan: "ReadingPlan", reader: AnswerReader | harmony.HarmonyReader | None) -> None:
         self._plan, self._reader = plan, reader
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
@@ -95,7 +93,7 @@ class ReadingPlan:
         """Return a new parser for one choice."""
         if self.is_plain:
             return Reading(self, None)
-        kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
+        kind = harmony.HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
         return Reading(self, kind(self.calls, self.thinking, is_certain=self.is_certain))
 
 

@@ -16,13 +16,15 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.model_files import ModelError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace + ByteFallback + Fuse + Strip (any of them may be absent)"
+KNOWN_DECODERS = (
+    "ByteLevel, or Replace, ByteFallback, Metaspace and Strip in any order, then Fuse and a Strip of one space"
+)
+_OTHER = "\0"  # a token without a meaning to any decoder, to learn what another token adds behind it
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -31,18 +33,6 @@ def byte_alphabet() -> dict[str, int]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in sorted(printable)} | {chr(256 + n): byte for n, byte in enumerate(rest)}
-
-
-class DecoderPlan(msgspec.Struct, frozen=True):
-    """The decoder settings that differ between supported tokenizers."""
-
-    byte_level: bool = False
-    joiner: str = ""  # inserted before every token
-    replacements: tuple[tuple[str, str], ...] = ()
-    byte_fallback: bool = False
-    strip: tuple[str, int] = (" ", 0)  # a character, and how many of them to drop at the start of the text
-    mark: str = ""  # replaced with a space; with `bare_first`, removed from the first token instead
-    bare_first: bool = False
 
 
 class TextStream(Protocol):
@@ -59,9 +49,14 @@ class Detokenizer:
     """Creates text streams for one tokenizer. Ids outside the vocabulary add no text, as in the library's decode."""
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
-        self._plan = plan_of(tokenizer)
-        self._spell = _spell_bytes(tokenizer) if self._plan.byte_level else _spell_text(tokenizer, self._plan)
-        self._nothing = b"" if self._plan.byte_level else None
+        steps = _decoder_steps(tokenizer)
+        self._is_byte_level = "ByteLevel" in steps
+        self._decode: Callable[[list[str]], str] = tokenizer.decoder.decode if tokenizer.decoder else " ".join
+        if self._is_byte_level:
+            self._spell: Callable[[int], Any] = _spell_bytes(tokenizer)
+        else:
+            self._spell = _spell_text(tokenizer, self._decode, "ByteFallback" in steps)
+        self._nothing = b"" if self._is_byte_level else None
         self._special_ids = special_ids
         self._all = _Pieces(self._spell)
         self._showing = {frozenset[int](): self._visible(frozenset())}
@@ -78,9 +73,9 @@ class Detokenizer:
         if shown_ids not in self._showing:  # a server uses at most one such set
             self._showing[shown_ids] = self._visible(shown_ids)
         pieces = self._showing[shown_ids] if skip_special_tokens else self._all
-        if self._plan.byte_level:
+        if self._is_byte_level:
             return _ByteStream(pieces)
-        return _PieceStream(pieces, self._plan, keep_leading_space)
+        return _PieceStream(pieces, self._decode, is_first=not keep_leading_space)
 
     def _visible(self, shown_ids: frozenset[int]) -> "_Pieces":
         hidden = self._special_ids - shown_ids
@@ -91,19 +86,17 @@ class Detokenizer:
         piece = self._all[token_id]
         if isinstance(piece, int):
             return bytes((piece,))
-        if isinstance(piece, str):
-            return (piece.replace(self._plan.mark, " ") if self._plan.mark else piece).encode()
-        return piece or b""
+        return piece[1].encode() if isinstance(piece, tuple) else piece or b""
 
 
 class _Pieces(dict[int, Any]):
     """Maps each id to its piece of text, computed on first use, because most of a vocabulary is never generated."""
 
-    def __init__(self, spell: Callable[[int], bytes | str | int | None]) -> None:
+    def __init__(self, spell: Callable[[int], Any]) -> None:
         super().__init__()
         self._spell = spell
 
-    def __missing__(self, token_id: int) -> bytes | str | int | None:
+    def __missing__(self, token_id: int) -> Any:
         piece = self[token_id] = self._spell(token_id)
         return piece
 
@@ -126,17 +119,14 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """A stream whose pieces are text, one byte (an int), or None for a token that adds no text."""
+    """A stream whose pieces are texts (at the start, and later), one byte (an int), or None for a token without text."""
 
-    __slots__ = ("_bare_first", "_mark", "_pieces", "_run", "_strip", "_strip_char")
+    __slots__ = ("_decode", "_is_first", "_pieces", "_run")
 
-    def __init__(self, pieces: _Pieces, plan: DecoderPlan, keep_leading_space: bool) -> None:
-        self._pieces = pieces
-        self._run = bytearray()
-        self._mark, self._bare_first = plan.mark, plan.bare_first and not keep_leading_space
-        self._strip_char, self._strip = plan.strip
-        if keep_leading_space:
-            self._strip = 0
+    def __init__(self, pieces: _Pieces, decode: Callable[[list[str]], str], *, is_first: bool) -> None:
+        self._pieces, self._decode = pieces, decode
+        self._is_first = is_first  # nothing has been decoded yet
+        self._run: list[str] = []  # byte tokens
 
     def push(self, ids: list[int]) -> str:
         parts: list[str] = []
@@ -145,61 +135,34 @@ class _PieceStream:
             if piece is None:
                 continue
             if type(piece) is int:
-                self._run.append(piece)
-            else:
-                if self._run:
-                    parts.append(self._end_run())
-                parts.append(piece.replace(self._mark, "") if self._bare_first else piece)
-            self._bare_first = False
-        text = "".join(parts)
-        return self._strip_start(text.replace(self._mark, " ") if self._mark else text)
+                self._run.append(f"<0x{piece:02X}>")
+                continue
+            if self._run:
+                parts.append(self.flush())
+            at_start, later = piece
+            parts.append(at_start if self._is_first else later)
+            self._is_first = False
+        return "".join(parts)
 
     def flush(self) -> str:
-        return self._strip_start(self._end_run())
-
-    def _end_run(self) -> str:
-        try:
-            text = self._run.decode()
-        except UnicodeDecodeError:
-            text = "\ufffd" * len(self._run)
-        self._run.clear()
-        return text
-
-    def _strip_start(self, text: str) -> str:
-        while self._strip and text:
-            if text[0] != self._strip_char:
-                self._strip = 0
-                break
-            text = text[1:]
-            self._strip -= 1
+        if not self._run:
+            return ""
+        text = self._decode(self._run) if self._is_first else self._decode([_OTHER, *self._run])[len(_OTHER) :]
+        self._run, self._is_first = [], False
         return text
 
 
-def plan_of(tokenizer: Tokenizer) -> DecoderPlan:
-    """Return the plan for a tokenizer's decoder; raise ModelError for an unsupported decoder."""
-    state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
-    if state is None:
-        return DecoderPlan(joiner=" ", strip=(" ", 1))  # the library joins the tokens with spaces
-    steps = _flatten(state)
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """Return the steps of a tokenizer's decoder; raise ModelError if the text of a token may depend on more than
+    whether it is the first and the run of byte tokens around it."""
+    steps = _flatten(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else []
     kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return DecoderPlan(byte_level=True)
-    replacements = []
-    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
-        step = steps.pop(0)
-        replacements.append((step["pattern"]["String"], step["content"]))
-    byte_fallback = bool(steps) and steps[0]["type"] == "ByteFallback" and bool(steps.pop(0))
-    strip = (" ", 0)
-    match steps:
-        case [{"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}] if not byte_fallback:
-            return DecoderPlan(replacements=tuple(replacements), mark=mark, bare_first=scheme != "never")
-        case [{"type": "Fuse"}, {"type": "Strip", "content": content, "start": start, "stop": 0}]:
-            strip = (content, start)
-        case [] | [{"type": "Fuse"}]:
-            pass
-        case _:
-            raise ModelError(f"tokenizer: its decoder is {' + '.join(kinds)}; supported are {KNOWN_DECODERS}")
-    return DecoderPlan(replacements=tuple(replacements), byte_fallback=byte_fallback, strip=strip)
+    fuse = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    is_known = kinds == ["ByteLevel"] or {*kinds[:fuse]} <= {"Replace", "ByteFallback", "Metaspace", "Strip"}
+    whole = [(step["type"], step.get("start"), step.get("stop")) for step in steps[fuse + 1 :]]
+    if not is_known or whole not in ([], [("Strip", 0, 0)], [("Strip", 1, 0)]):
+        raise ModelError(f"tokenizer: its decoder is {' + '.join(kinds)}; supported are {KNOWN_DECODERS}")
+    return kinds
 
 
 def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -221,14 +184,14 @@ def _spell_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     return spell
 
 
-def _spell_text(tokenizer: Tokenizer, plan: DecoderPlan) -> Callable[[int], str | int | None]:
-    def spell(token_id: int) -> str | int | None:
+def _spell_text(
+    tokenizer: Tokenizer, decode: Callable[[list[str]], str], has_bytes: bool
+) -> Callable[[int], tuple[str, str] | int | None]:
+    def spell(token_id: int) -> tuple[str, str] | int | None:
         token = tokenizer.id_to_token(token_id)
         if token is None:
             return None
-        for old, new in plan.replacements:
-            token = token.replace(old, new)
-        byte = BYTE_TOKEN.fullmatch(token) if plan.byte_fallback else None
-        return int(byte[1], 16) if byte else plan.joiner + token
+        byte = BYTE_TOKEN.fullmatch(token) if has_bytes else None
+        return int(byte[1], 16) if byte else (decode([token]), decode([_OTHER, token])[len(_OTHER) :])
 
     return spell

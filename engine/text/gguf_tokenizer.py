@@ -105,10 +105,12 @@ MAX_TOKEN_CHARS = 1024  # finding a token's merges is quadratic in its length; t
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_metadata(path)
     try:
+        metadata = GgufHeader(path).metadata
         vocabulary = _Vocabulary(metadata)
         backend = vocabulary.backend()
+    except ExecutorError as error:
+        raise ModelError(f"model: {error}") from None
     except ModelError as error:
         raise ModelError(f"tokenizer: {path}: {error}") from None
     return Tokenizer(
@@ -118,14 +120,6 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         special_tokens=vocabulary.special_tokens(),
         chat_templates=_chat_templates(metadata),
     )
-
-
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Return all keys of the file with their values, arrays as lists; raise ModelError if the file is invalid."""
-    try:
-        return GgufHeader(path).metadata
-    except ExecutorError as error:
-        raise ModelError(f"model: {error}") from None
 
 
 class _Vocabulary:

@@ -4,12 +4,8 @@
 name, and the sources of the chat templates (template.py renders them).
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
@@ -75,29 +71,6 @@ class Tokenizer:
         """Return the text of one token for display, with U+FFFD in place of an incomplete character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def save(self, folder: Path | str, sampling: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Write the files from which transformers loads the same tokenizer. `sampling` holds the sampling parameters
-        that the model's authors recommend."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        # With this class, transformers uses tokenizer.json unchanged; model-specific classes rebuild parts of it.
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= self.special_tokens
-        if list(self.chat_templates) == ["default"]:
-            config["chat_template"] = self.chat_templates["default"]
-        elif self.chat_templates:
-            config["chat_template"] = [
-                {"name": name, "template": source} for name, source in self.chat_templates.items()
-            ]
-        _write_json(folder / "tokenizer_config.json", config)
-        bos_id, pad_id = map(self.special_id, ("bos_token", "pad_token"))
-        ids = {"bos_token_id": bos_id, "eos_token_id": sorted(self.eos_ids) or None, "pad_token_id": pad_id}
-        _write_json(
-            folder / "generation_config.json",
-            {**sampling, **{name: value for name, value in ids.items() if value is not None}},
-        )
-
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
@@ -119,7 +92,3 @@ def _refuse_bad_text(texts: Sequence[str]) -> None:
                 raise InvalidRequest(
                     "prompt", f"half of a surrogate pair, U+{ord(character):04X}, at character {position}; not Unicode"
                 )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.commands import serve
 from penstock.router import serve as route
 from tests.docs.test_pages import BLOCK, KNOWN, PAGES, ROOT
 from tests.support.default_file import default_file
 from tests.support.programs import Command
+from tests.support.serve_options import check_serve
 
 PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
@@ -26,7 +26,7 @@ OTHERS = {
 }
 TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
 CHECKS: dict[str, Callable[[argparse.Namespace], object]] = {
-    "penstock serve": serve.check,
+    "penstock serve": check_serve,
     "penstock route": route.check,
 }
 SERVED = ("SmolLM2-135M-Instruct", "sql")  # the default model's name, and that of an adapter on a page

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.export import save_tokenizer
 from tqdm import tqdm
 
 import penstock
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     tokenizer = byte_tokenizer()
     tokenizer.chat_templates, tokenizer.special_tokens = {"default": TEMPLATE}, {"eos_token": "<eos>"}
-    tokenizer.save(folder)
+    save_tokenizer(tokenizer, folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 256}')
     return folder
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
+from benchmarks.export import save_tokenizer
 
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.fork_server import ROOT
@@ -141,7 +142,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("ray") / "tiny"
-    byte_tokenizer().save(folder)
+    save_tokenizer(byte_tokenizer(), folder)
     (folder / "config.json").write_text(json.dumps(MODEL))
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")

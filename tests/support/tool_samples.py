@@ -10,8 +10,7 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.call_kinds import ToolFormat
-from penstock.engine.text.tools.formats import Calls, ToolSpec
+from penstock.engine.text.tools.call_kinds import Calls, ToolFormat, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 from tests.support.call_writers import FORMS, WRITERS

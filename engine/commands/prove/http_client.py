@@ -63,10 +63,8 @@ class Client:
     async def exchange(self, request: bytes, take: Take) -> int:
         """Send the request, pass the body to `take` as it arrives, and return the status. Raises OSError on failure."""
         while True:
-            connection = self._idle.pop() if self._idle else None
-            is_fresh = connection is None
-            if connection is None:
-                connection = await self.connect()
+            is_fresh = not self._idle
+            connection = await self.connect() if is_fresh else self._idle.pop()
             try:
                 status = await connection.exchange(request, take)
             except ConnectionError:

@@ -7,7 +7,7 @@ content. The result does not depend on how the text is split into pieces.
 import re
 from collections.abc import Collection
 
-from penstock.engine.text.tools.formats import Calls
+from penstock.engine.text.tools.call_kinds import Calls
 from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
 from penstock.engine.text.tools.scan import Malformed, Wait, num_held, skip_blank
 from penstock.engine.text.tools.thinking import Thinking

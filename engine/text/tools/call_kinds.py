@@ -8,9 +8,10 @@ formats with fences), begins with its name, and has arguments.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from penstock.engine.text.tools.arguments import Parameters, literals, tagged
 from penstock.engine.text.tools.reader import CallReader
@@ -99,6 +100,22 @@ class ToolFormat(ABC):
         whole = self.start + self.before_name
         _, found, rest = whole.partition(mark if mark in whole else self.marks[0])
         return rest if found else whole
+
+
+class ToolSpec(NamedTuple):
+    name: str
+    parameters: dict[str, Any]  # a JSON schema of an object
+    is_strict: bool = True  # a schema that a grammar cannot express exactly is refused, not loosened
+    coerce_one_of: bool = False  # treat oneOf as anyOf even if `is_strict`
+
+
+class Calls(NamedTuple):
+    """The calls that an answer may have. `must`: the answer consists of calls only. `many`: several are allowed."""
+
+    form: ToolFormat
+    functions: Sequence[ToolSpec]
+    must: bool
+    many: bool
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,13 @@
 To add a format, add an object of one of these classes (call_kinds.py) to FORMATS.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.engine.text.tools import harmony
 from penstock.engine.text.tools.arguments import Parameters
 from penstock.engine.text.tools.call_kinds import NamedCalls, ObjectCalls, ToolFormat
-
-
-class ToolSpec(NamedTuple):
-    name: str
-    parameters: dict[str, Any]  # a JSON schema of an object
-    is_strict: bool = True  # a schema that a grammar cannot express exactly is refused, not loosened
-    coerce_one_of: bool = False  # treat oneOf as anyOf even if `is_strict`
-
-
-class Calls(NamedTuple):
-    """The calls that an answer may have. `must`: the answer consists of calls only. `many`: several are allowed."""
-
-    form: ToolFormat
-    functions: Sequence[ToolSpec]
-    must: bool
-    many: bool
-
 
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _FUNCTION = ("<function=", ">\n", "</function>")

@@ -9,7 +9,11 @@ without a recipient introduces calls and is part of the answer's text; so is a m
 module treats the marks as text; tool_choice.py handles them as special tokens.
 """
 
-from penstock.engine.text.tools.call_kinds import NamedCalls
+import re
+
+from penstock.engine.text.tools.call_kinds import Calls, NamedCalls
+from penstock.engine.text.tools.reader import CallReader, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, Malformed, Wait, num_held
 from penstock.engine.text.tools.thinking import HARMONY as MARKS
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -17,7 +21,7 @@ NAME = "harmony"
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
-# HarmonyReader (harmony_reader.py) parses whole answers in this format, instead of the class here.
+# For the grammar and the detection; HarmonyReader parses the answers.
 FORM = NamedCalls(
     NAME,
     *("", "", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
@@ -25,9 +29,92 @@ FORM = NamedCalls(
     extra=TOKENS,
     has_many=False,  # a call ends the turn
 )
+_ENDS = (END, CALL, RETURN, START)  # START ends a message if the model omitted the other marks
+_END = re.compile("|".join(map(re.escape, _ENDS)))
+_TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
+_HEADER_BEGINS = ("<|", "to=")  # after `<|start|>assistant`
+_MAX_HEADER_CHARS = MAX_FRAME_CHARS + len(MESSAGE)
 
 
 def after_prompt(prompt: str) -> Thinking:
     """Return how an answer begins after this prompt. A message begun in the prompt is the answer's first message."""
     begun = prompt[prompt.rindex(START) :].strip() if START in prompt else ""
     return Thinking(MARKS, begun="" if begun == f"{START}assistant" else begun)
+
+
+class HarmonyReader(CallReader):
+    """Parses one answer: call `feed` per piece, then `finish`. `is_certain`: a grammar enforces the call format."""
+
+    def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
+        super().__init__({} if calls is None else {each.name: each.parameters for each in calls.functions})
+        self.is_certain = is_certain
+        self._is_header = True
+        self._channel, self._function = "final", ""  # of the current message; "" if it is not to a known function
+        if thinking is not None:
+            self.feed(thinking.begun)  # these pieces are in the prompt
+
+    def finish(self) -> list[Piece]:
+        """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content."""
+        self._reading.close()
+        rest, self.at = self.text[self.at :], len(self.text)
+        if not self._is_header or _TOKEN.search(rest) is None:
+            self._add(rest)
+            self._end_message()
+        return self._taken()
+
+    def _answer(self) -> Wait[None]:
+        while True:
+            yield from self._header()
+            if self._function and self.is_certain:
+                self._announce(self._function)
+            while (found := _END.search(self.text, self.at)) is None:
+                stop = len(self.text) - num_held(self.text, self.at, _ENDS)
+                self._add(self.text[self.at : stop])
+                self.at = stop
+                yield from self.wait()
+            self._add(self.text[self.at : found.start()])
+            self.at = found.start() if found[0] == START else found.end()
+            self._end_message()
+
+    def _header(self) -> Wait[None]:
+        """Read the header of a message. Text that cannot be one is content."""
+        while True:
+            text = self.text[self.at :]
+            head, end = text.lstrip(), text.find(MESSAGE)
+            if not any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS):
+                break
+            if end > MAX_FRAME_CHARS or (end < 0 and len(text) >= _MAX_HEADER_CHARS):
+                # Tokens are removed from a fixed length only, so that the result does not depend on the pieces.
+                text = _TOKEN.sub("", text[:_MAX_HEADER_CHARS]) + text[_MAX_HEADER_CHARS:]
+                self.text, self.at = text, 0
+                break
+            if end >= 0:
+                channel, to = _CHANNEL.search(text[:end]), _TO.search(text[:end])
+                self._channel = "final" if channel is None else channel[1]
+                name = "" if to is None else to[1].removeprefix("functions.")
+                self._function = name if name in self.functions else ""
+                self.at += end + len(MESSAGE)
+                break
+            yield from self.wait()
+        self._is_header = False
+
+    def _add(self, text: str) -> None:
+        """Add text to the current message. That of a call that is not announced may still turn out to be content."""
+        if self._function:
+            self.json.append(text)
+        elif text:
+            self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
+
+    def _end_message(self) -> None:
+        """End the current message. Without a grammar, it is a call only if its arguments are a JSON object."""
+        if self._function:
+            body = "".join(self.json)
+            self.json = [body if self.is_within_call else body.strip()]
+            try:
+                self.end_call(self._function)
+            except Malformed:
+                self._out.append(Content(body))
+        self.json = []
+        self._is_header, self._channel, self._function = True, "final", ""

@@ -1,4 +1,4 @@
-"""The pieces of an answer, and what its parsers (answer_reader.py, harmony_reader.py) share: the calls.
+"""The pieces of an answer, and what its parsers (answer_reader.py, harmony.py) share: the calls.
 
 A call is announced only once its name and the opening brace of its arguments have arrived. If a grammar enforces the
 call, its arguments are streamed. Otherwise they are held back until the call is complete and valid, since a stream

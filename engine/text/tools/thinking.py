@@ -16,7 +16,7 @@ THINK = Marks("<think>", "</think>")
 MISTRAL = Marks("[THINK]", "[/THINK]")
 SEED = Marks("<seed:think>", "</seed:think>")
 GEMMA = Marks("<|channel>thought", "<channel|>")
-HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # has a separate parser (harmony_reader.py)
+HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # has a separate parser (harmony.py)
 IMPLIED = THINK._replace(is_implied=True)
 # Includes the names that other servers use for the same marks.
 NAMES = {

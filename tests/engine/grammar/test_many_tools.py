@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 from penstock.engine.grammar.compiler import LIMITS
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS
-from penstock.engine.text.tools.formats import Calls, ToolSpec
+from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from tests.support.call_writers import FORMS
 from tests.support.grammar_rig import vocabulary
 from tests.support.refusals import hardest

@@ -17,6 +17,7 @@ from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, running, started
+from tests.support.serve_options import check_serve
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -85,10 +86,10 @@ def test_modules_on_the_command_line() -> None:
     given = ["--enable-lora", "--lora-modules", "sql=/a", '{"name": "law", "path": "/b=c"}']
     args = parser.parse_args(["model", *given])
     assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
-    serve.check(args)
+    check_serve(args)
     for words, message in table(__file__, "lora modules", given=given):
         with pytest.raises(ConfigError, match=message):
-            serve.check(parser.parse_args(["model", *words]))
+            check_serve(parser.parse_args(["model", *words]))
     with pytest.raises(SystemExit):
         parser.parse_args(["model", "--lora-modules", "sql"])
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from benchmarks.export import save_tokenizer
 
 from penstock import LLM
 from penstock.engine.front.labels import shown
@@ -42,7 +43,7 @@ def save(folder: Path, kind: str = "Qwen3", **fields: Any) -> Any:
     model = auto.from_config(config, dtype=torch.float32)
     randomize(model)
     model.eval().save_pretrained(folder)
-    byte_tokenizer().save(folder)
+    save_tokenizer(byte_tokenizer(), folder)
     return model
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.export import save_tokenizer
 
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
@@ -26,7 +27,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Over the real core, which finds its tokenizer where its model is."""
     folder: Path = tmp_path_factory.mktemp("bytes")
-    byte_tokenizer().save(folder)
+    save_tokenizer(byte_tokenizer(), folder)
     (folder / "config.json").write_text("{}")
     with running(oracle_engine(300, model=str(folder), max_model_len=2000, kv_cache_bytes=2**22)) as started:
         yield started

@@ -12,9 +12,11 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelError, ModelFiles
-from penstock.engine.text.gguf_tokenizer import SPLITS, read_gguf_metadata
+from penstock.engine.text.gguf_tokenizer import SPLITS
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.gguf_header import GgufHeader
+from penstock.executor.protocol import ExecutorError
 from tests.support import text_samples as samples
 from tests.support.default_file import default_file
 from tests.support.refusals import cases, table
@@ -83,9 +85,7 @@ def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -
 
 def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
-    from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
-
-    metadata = read_gguf_metadata(path)
+    metadata = GgufHeader(path).metadata
     published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
     ours = load(path)
     for text in samples.texts(1000):
@@ -227,7 +227,7 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    read = read_gguf_metadata(tmp_path / "m.gguf")
+    read = GgufHeader(tmp_path / "m.gguf").metadata
     assert read == {"general.architecture": "llama", **{key: value for key, _, value in values}}
 
 
@@ -236,8 +236,8 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ModelError, match=sentence):
-        read_gguf_metadata(tmp_path / "m.gguf")
+    with pytest.raises(ExecutorError, match=sentence):
+        GgufHeader(tmp_path / "m.gguf")
 
 
 def test_a_thousand_random_changes_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_thousand_random_changes_are_read_or_refused_and_nothing_else(tmp_path
             content[rng.randrange(len(content))] = rng.choice((0, 1, 255, rng.randrange(256)))
         path.write_bytes(content[: rng.choice((len(content), rng.randrange(len(content))))])
         try:
-            read_gguf_metadata(path)
-        except ModelError:
+            GgufHeader(path)
+        except ExecutorError:
             refused += 1
     assert 500 < refused < 1000

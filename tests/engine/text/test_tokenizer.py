@@ -1,4 +1,4 @@
-"""Tokenizers of model folders: what ends a text, what is special, what is refused, and what `save` keeps."""
+"""Tokenizers of model folders: what ends a text, what is special, what is refused, and what an export keeps."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.export import save_tokenizer
 
 from penstock.engine.model_files import ModelError, ModelFiles
 from penstock.engine.sampling_params import InvalidRequest
@@ -165,7 +166,7 @@ def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, m
     config = {**ends, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"}
     folder = samples.folder(tmp_path / "a", make(), tokenizer_config=config, generation_config={"eos_token_id": [0, 2]})
     ours = load(folder)
-    ours.save(tmp_path / "b")
+    save_tokenizer(ours, tmp_path / "b")
     (tmp_path / "b" / "config.json").write_text("{}")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     again = load(tmp_path / "b")

@@ -16,8 +16,7 @@ from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
-from penstock.engine.text.tools.call_kinds import NamedCalls
-from penstock.engine.text.tools.formats import Calls, ToolSpec
+from penstock.engine.text.tools.call_kinds import Calls, NamedCalls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call

@@ -8,9 +8,8 @@ import pytest
 from penstock.engine.grammar.tool_calls import messages_grammar
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import formats, thinking
-from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt
-from penstock.engine.text.tools.harmony_reader import HarmonyReader
+from penstock.engine.text.tools.call_kinds import Calls
+from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, after_prompt
 from penstock.engine.text.tools.reader import Arguments, CallStart, Piece
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from tests.support.chat_samples import HARMONY
