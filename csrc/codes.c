@@ -217,10 +217,11 @@ static inline void unpack_word(uint32_t packed, int bits, int shift, uint8_t *co
     }
 }
 
-static inline __attribute__((always_inline)) void copy_planes(const int low, const int high,
-                                                              const struct code_type *t, struct code_block *block,
-                                                              uint8_t *panel, int64_t chunk, int column, int columns,
-                                                              const int packs) {
+/* Copy a block into its column of a panel, or back. Bit widths known at compile time make this twice as fast. */
+static inline __attribute__((always_inline)) void copy_block(const int low, const int high, const int groups,
+                                                             const uint8_t *table, const struct code_type *t,
+                                                             struct code_block *block, uint8_t *panel, int64_t chunk,
+                                                             int column, int columns, const int packs) {
 #define COPY(packed, unpacked) \
     (packs ? memcpy(packed, unpacked, sizeof *(unpacked)) : memcpy(unpacked, packed, sizeof *(unpacked)))
     uint8_t *header = panel + header_at(t, chunk, columns);
@@ -240,26 +241,12 @@ static inline __attribute__((always_inline)) void copy_planes(const int low, con
             }
         }
         at -= 3 * column;
-        for (int group = i * t->groups; t->has_inner && group < (i + 1) * t->groups; group++, at += columns) {
+        for (int group = i * groups; t->has_inner && group < (i + 1) * groups; group++, at += columns) {
             COPY(at, block->inner_scales + group);
-            if (t->has_minima) COPY(at + t->groups * columns, block->inner_minima + group);
+            if (t->has_minima) COPY(at + groups * columns, block->inner_minima + group);
         }
     }
 #undef COPY
-}
-
-/* Copy a block into its column of a panel, or back. Bit widths known at compile time make this twice as fast. */
-static inline __attribute__((always_inline)) void copy_block(const struct code_type *t, struct code_block *block,
-                                                             uint8_t *panel, int64_t chunk, int column, int columns,
-                                                             const int packs) {
-    switch (t->low * 4 + t->high) {
-    case 8: copy_planes(2, 0, t, block, panel, chunk, column, columns, packs); break;
-    case 9: copy_planes(2, 1, t, block, panel, chunk, column, columns, packs); break;
-    case 16: copy_planes(4, 0, t, block, panel, chunk, column, columns, packs); break;
-    case 17: copy_planes(4, 1, t, block, panel, chunk, column, columns, packs); break;
-    case 18: copy_planes(4, 2, t, block, panel, chunk, column, columns, packs); break;
-    default: copy_planes(8, 0, t, block, panel, chunk, column, columns, packs);
-    }
 }
 
 int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t depth, int columns, uintptr_t panels) {
@@ -271,7 +258,7 @@ int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t dept
             struct code_block block = {.minimum = 0};
             t->read(t, from, &block);
             if (!is_finite(t, &block)) return row;
-            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+            BY_BITS(t, copy_block, t, &block, panel, at / CHUNK, row % columns, columns, 1);
         }
     }
     return -1;
@@ -290,7 +277,7 @@ void penstock_group_pack(int type, uintptr_t codes, uintptr_t scales, uintptr_t 
                 block.minimum = block.scale, block.inner_scales[0] = 1;
                 block.inner_minima[0] = zeros ? (int8_t)(((const uint8_t *)zeros)[index] - t->offset) : 0;
             }
-            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+            BY_BITS(t, copy_block, t, &block, panel, at / CHUNK, row % columns, columns, 1);
         }
     }
 }
@@ -305,7 +292,7 @@ int penstock_code_rows(int type, uintptr_t panels, int64_t height, int64_t depth
         uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
         for (int64_t at = 0; at < depth; at += t->values, to += t->values) {
             struct code_block block = {.minimum = 0};
-            copy_block(t, &block, panel, at / CHUNK, row % columns, columns, 0);
+            BY_BITS(t, copy_block, t, &block, panel, at / CHUNK, row % columns, columns, 0);
             dequantize(t, &block, to);
         }
     }

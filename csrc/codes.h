@@ -13,6 +13,7 @@
 #ifndef PENSTOCK_CODES_H
 #define PENSTOCK_CODES_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define CHUNK 32 /* neighbours in depth; words and groups never cross a chunk boundary */
@@ -63,5 +64,19 @@ static inline int64_t chunk_at(const struct code_type *t, int64_t index, int col
     int64_t chunk = t->values == CHUNK ? 0 : index & 7;
     return header_at(t, index, columns) + header_bytes(t, columns) + chunk * chunk_bytes(t, columns);
 }
+
+/* Call `function` with constants for the bits of a type's planes and its groups per chunk, and with its table. */
+#define BY_BITS(code_type, function, ...)                                          \
+    switch ((code_type)->low * 4 + (code_type)->high) {                            \
+    case 8: function(2, 0, 2, NULL, __VA_ARGS__); break;                           \
+    case 9: function(2, 1, 2, NULL, __VA_ARGS__); break;                           \
+    case 16:                                                                       \
+        if ((code_type)->table) function(4, 0, 1, (code_type)->table, __VA_ARGS__); \
+        else function(4, 0, 1, NULL, __VA_ARGS__);                                 \
+        break;                                                                     \
+    case 17: function(4, 1, 1, NULL, __VA_ARGS__); break;                          \
+    case 18: function(4, 2, 2, NULL, __VA_ARGS__); break;                          \
+    default: function(8, 0, 1, NULL, __VA_ARGS__);                                 \
+    }
 
 #endif

@@ -33,14 +33,18 @@ INLINE void multiply(int rows, int vectors, const uint32_t *a, int64_t a_stride,
         for (int v = 0; v < vectors; v++) memcpy(c + r * c_stride + v * LANES, &sum[r][v], sizeof(vec));
 }
 
+/* Call `function` with a constant number of rows, from 1 to ROWS. */
+#define BY_ROWS(rows, function, ...)         \
+    switch (rows) {                          \
+    case 1: function(1, __VA_ARGS__); break; \
+    case 2: function(2, __VA_ARGS__); break; \
+    case 3: function(3, __VA_ARGS__); break; \
+    case 4: function(4, __VA_ARGS__); break; \
+    case 5: function(5, __VA_ARGS__); break; \
+    default: function(ROWS, __VA_ARGS__);    \
+    }
+
 INLINE void multiply_rows(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b,
                           int64_t b_stride, int depth, float *c, int64_t c_stride, int paired) {
-    switch (rows) {
-    case 1: multiply(1, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
-    case 2: multiply(2, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
-    case 3: multiply(3, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
-    case 4: multiply(4, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
-    case 5: multiply(5, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
-    default: multiply(ROWS, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired);
-    }
+    BY_ROWS(rows, multiply, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired);
 }

@@ -8,10 +8,9 @@
 #define MAX_INTEGER 32512    /* 256 * 127: both bytes are signed */
 #define MIN_MAGNITUDE 1e-30f /* a chunk whose largest activation is smaller is quantized to 0 */
 
-#define REGISTER_ROWS 6 /* rows whose sums fit into the registers */
 #if HAS_VNNI
 #define MAX_BYTE_ROWS 16 /* for up to this many rows, products are computed from bytes … */
-#define ROWS_PER_UNPACK REGISTER_ROWS /* … and this many rows share the unpacking of the codes */
+#define ROWS_PER_UNPACK ROWS /* … and this many rows share the unpacking of the codes */
 #else
 #define MAX_BYTE_ROWS 2
 #define ROWS_PER_UNPACK 1
@@ -117,7 +116,7 @@ INLINE pairs value_pair(const uint8_t *planes, const int low, const int high, co
 
 /* Integer sums of products, by row and vector. */
 struct sums {
-    ivec of[REGISTER_ROWS][PANEL_VECTORS];
+    ivec of[ROWS][PANEL_VECTORS];
 };
 
 /* Return the sum of a row's integers in one group of a chunk; `at` is the index of the row's chunk. */
@@ -289,34 +288,25 @@ INLINE void multiply_pairs(const int rows, const int low, const int high, const 
 #define multiply_pairs multiply_quads /* VNNI multiplies all codes as bytes */
 #endif
 
-INLINE void multiply_by_type(const int rows, const struct quantized_linear *l, int64_t row, const uint8_t *panel,
+INLINE void multiply_by_type(const int low, const int high, const int groups, const uint8_t *table, const int rows,
+                             const struct quantized_linear *l, int64_t row, const uint8_t *panel,
                              struct prefetch *next, float *out) {
-    const uint8_t *table = l->type->table;
-    switch (l->type->low * 4 + l->type->high) {
-    case 8: multiply_quads(rows, 2, 0, 2, NULL, l, row, panel, next, out); break;
-    case 9: multiply_quads(rows, 2, 1, 2, NULL, l, row, panel, next, out); break;
-    case 16:
-        if (table) multiply_pairs(rows, 4, 0, 1, table, l, row, panel, next, out);
-        else multiply_quads(rows, 4, 0, 1, NULL, l, row, panel, next, out);
-        break;
-    case 17: multiply_quads(rows, 4, 1, 1, NULL, l, row, panel, next, out); break;
-    case 18: multiply_quads(rows, 4, 2, 2, NULL, l, row, panel, next, out); break;
-    default: multiply_pairs(rows, 8, 0, 1, NULL, l, row, panel, next, out);
-    }
+    if (low == 8 || table) multiply_pairs(rows, low, high, groups, table, l, row, panel, next, out);
+    else multiply_quads(rows, low, high, groups, NULL, l, row, panel, next, out);
+}
+
+INLINE void multiply_rows_of_type(const int rows, const struct quantized_linear *l, int64_t row, const uint8_t *panel,
+                                  struct prefetch *next, float *out) {
+    BY_BITS(l->type, multiply_by_type, rows, l, row, panel, next, out);
 }
 
 static void multiply_few(int rows, const struct quantized_linear *l, int64_t row, const uint8_t *panel,
                          struct prefetch *next, float *out) {
-    switch (rows) {
-    case 1: multiply_by_type(1, l, row, panel, next, out); break;
 #if ROWS_PER_UNPACK > 1
-    case 2: multiply_by_type(2, l, row, panel, next, out); break;
-    case 3: multiply_by_type(3, l, row, panel, next, out); break;
-    case 4: multiply_by_type(4, l, row, panel, next, out); break;
-    case 5: multiply_by_type(5, l, row, panel, next, out); break;
-    default: multiply_by_type(6, l, row, panel, next, out);
+    BY_ROWS(rows, multiply_rows_of_type, l, row, panel, next, out);
+#else
+    multiply_rows_of_type(1, l, row, panel, next, out);
 #endif
-    }
 }
 
 /* A chunk with its values (the offset subtracted), widened to 16 bits once for many rows. */
@@ -325,8 +315,9 @@ struct wide_chunk {
     pairs codes[CHUNK / 2][PANEL_VECTORS];
 };
 
-INLINE void widen_codes(const struct quantized_linear *l, const uint8_t *planes, const int low, const int high,
-                        const uint8_t *table, pairs out[CHUNK / 2][PANEL_VECTORS]) {
+INLINE void widen_codes(const int low, const int high, const int groups, const uint8_t *table,
+                        const struct quantized_linear *l, const uint8_t *planes,
+                        pairs out[CHUNK / 2][PANEL_VECTORS]) {
     const pairs offset = (pairs){0} + (uint16_t)l->type->offset;
 #pragma GCC unroll 16
     for (int i = 0; i < CHUNK / 2; i++)
@@ -350,32 +341,9 @@ INLINE void multiply_wide(const int rows, const struct quantized_linear *l, int6
     }
 }
 
-INLINE void multiply_many(int rows, const struct quantized_linear *l, int64_t row, int64_t index, int count,
-                          const struct wide_chunk *w, struct prefetch *next, float *out) {
-    switch (rows) {
-    case 1: multiply_wide(1, l, row, index, count, w, next, out); break;
-    case 2: multiply_wide(2, l, row, index, count, w, next, out); break;
-    case 3: multiply_wide(3, l, row, index, count, w, next, out); break;
-    case 4: multiply_wide(4, l, row, index, count, w, next, out); break;
-    case 5: multiply_wide(5, l, row, index, count, w, next, out); break;
-    default: multiply_wide(6, l, row, index, count, w, next, out);
-    }
-}
-
 static void widen_chunk(const struct quantized_linear *l, const uint8_t *panel, int64_t index, struct wide_chunk *out) {
     load_chunk(l->type, panel, index, &out->chunk);
-    const uint8_t *planes = out->chunk.planes, *table = l->type->table;
-    switch (l->type->low * 4 + l->type->high) {
-    case 8: widen_codes(l, planes, 2, 0, NULL, out->codes); break;
-    case 9: widen_codes(l, planes, 2, 1, NULL, out->codes); break;
-    case 16:
-        if (table) widen_codes(l, planes, 4, 0, table, out->codes);
-        else widen_codes(l, planes, 4, 0, NULL, out->codes);
-        break;
-    case 17: widen_codes(l, planes, 4, 1, NULL, out->codes); break;
-    case 18: widen_codes(l, planes, 4, 2, NULL, out->codes); break;
-    default: widen_codes(l, planes, 8, 0, NULL, out->codes);
-    }
+    BY_BITS(l->type, widen_codes, l, out->chunk.planes, out->codes);
 }
 
 /* Return how many of `left` rows to process next, at most `most`, so that all batches have nearly the same size. */
@@ -406,9 +374,9 @@ INLINE void quantized_linear_parts(const struct quantized_linear *l, int64_t fir
                 for (int i = 0; i < count; i++) widen_chunk(l, panel, index + i, wide + i);
                 struct prefetch nothing = {0};
                 for (int r = 0, some; r < rows; r += some) {
-                    some = balanced_rows(rows - r, REGISTER_ROWS);
-                    multiply_many(some, l, row + r, index, count, wide, r ? &nothing : &next,
-                                  sums + r * PANEL_COLUMNS);
+                    some = balanced_rows(rows - r, ROWS);
+                    BY_ROWS(some, multiply_wide, l, row + r, index, count, wide, r ? &nothing : &next,
+                            sums + r * PANEL_COLUMNS);
                 }
             }
         for (int r = 0; r < rows; r++)

@@ -126,12 +126,13 @@ _AFTER_GLM = {
 _HEAD_NORMS = {f"self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"}
 _HUNYUAN_NORMS = {f"self_attn.{part}_layernorm.weight": f"attn_{part[0]}_norm.weight" for part in ("query", "key")}
 _SINKS = _AFTER_ATTENTION | {"self_attn.sinks": "attn_sinks.weight"}
+_NO_OUTPUT_BIAS = {"self_attn.o_proj.bias": ""}  # only q, k and v have biases, if any
 _GEMMA_NORMS = _AFTER_BOTH | {"pre_feedforward_layernorm.weight": "ffn_norm.weight"}
 
 
 class GgufFamily(NamedTuple):
     """A GGUF architecture. `renamed` maps HF names of a layer's tensors that differ from Llama's to names in the file;
-    "" means that there is no such tensor. Tensors that Llama lacks are norms or several joined projections."""
+    "" means that there is no such tensor."""
 
     model_type: str
     class_name: str
@@ -139,7 +140,6 @@ class GgufFamily(NamedTuple):
     keys: Mapping[str, Key] = MappingProxyType({})  # config fields that Llama does not have, or from another key
     constants: Mapping[str, Any] = MappingProxyType({})  # config fields that are the same for all models
     is_permuted: bool = False  # the rows of queries and keys are permuted, as in Llama
-    has_output_bias: bool = True  # o_proj has a bias if q, k and v have one
     plus_one: bool = False  # norms are stored with one added
     finish: Callable[[Fields, GgufFile, Config], Config] = lambda _keys, _file, _config: {}  # computes further fields
 
@@ -193,7 +193,7 @@ _EVERY_SECOND = {"sliding_window_pattern": 2}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", is_permuted=True),
-    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", constants={"attention_bias": True}, has_output_bias=False),
+    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", _NO_OUTPUT_BIAS, constants={"attention_bias": True}),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _HEAD_NORMS),
     "gemma2": GgufFamily(
         "gemma2", "Gemma2ForCausalLM", _GEMMA_NORMS, _GEMMA2, _GELU | _EVERY_SECOND, plus_one=True, finish=_gemma
@@ -203,17 +203,15 @@ FAMILIES = {
     ),
     "ernie4_5": GgufFamily("ernie4_5", "Ernie4_5ForCausalLM"),
     "glm4": GgufFamily(
-        "glm4", "Glm4ForCausalLM", _GATE_UP_NAMES | _AFTER_GLM, _ROTATED, has_output_bias=False, finish=_rotated
+        "glm4", "Glm4ForCausalLM", _GATE_UP_NAMES | _AFTER_GLM | _NO_OUTPUT_BIAS, _ROTATED, finish=_rotated
     ),
     "granite": GgufFamily("granite", "GraniteForCausalLM", keys=_GRANITE, is_permuted=True),
     "hunyuan-dense": GgufFamily("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN_NORMS),
     "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", {"input_layernorm.weight": ""} | _AFTER_BOTH | _HEAD_NORMS),
     "phi3": GgufFamily("phi3", "Phi3ForCausalLM", _QKV_NAMES | _GATE_UP_NAMES, _PHI3, finish=_phi3),
-    "seed_oss": GgufFamily("seed_oss", "SeedOssForCausalLM", _AFTER_ATTENTION, has_output_bias=False),
+    "seed_oss": GgufFamily("seed_oss", "SeedOssForCausalLM", _AFTER_ATTENTION | _NO_OUTPUT_BIAS),
     "smollm3": GgufFamily("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
-    "qwen2moe": GgufFamily(
-        "qwen2_moe", "Qwen2MoeForCausalLM", {}, _QWEN2_MOE, {"attention_bias": True}, has_output_bias=False
-    ),
+    "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM", _NO_OUTPUT_BIAS, _QWEN2_MOE, {"attention_bias": True}),
     "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _HEAD_NORMS, _QWEN_MOE, {"norm_topk_prob": True}),
     "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek_v2),
     "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _SINKS, _GPT_OSS, _EVERY_SECOND, finish=_gpt_oss),
@@ -261,23 +259,6 @@ def config_of(file: GgufFile) -> Config:
         layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = ["sliding_attention" if index % every else "full_attention" for index in layers]
     return config | family.finish(keys, file, config)
-
-
-def layer_names(config: Config) -> dict[str, tuple[str, tuple[int, ...]] | None]:
-    """Return the differences from a Llama layer: HF name → name and shape in the file; None: there is no tensor."""
-    hidden, inner, dim = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    is_wide = config["model_type"] == "olmo2"  # its norms of queries and keys are over all heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "ffn_up.weight": (2 * inner, hidden),
-        "attn_qkv.weight": ((heads + 2 * kv_heads) * dim, hidden),
-        "attn_q_norm.weight": (heads * dim,) if is_wide else (dim,),
-        "attn_k_norm.weight": (kv_heads * dim,) if is_wide else (dim,),
-        "attn_sinks.weight": (heads,),
-    }
-    family = BY_TYPE[config["model_type"]]
-    found = {ours: (name, shapes.get(name, (hidden,))) if name else None for ours, name in family.renamed.items()}
-    return found if family.has_output_bias else {**found, "self_attn.o_proj.bias": None}
 
 
 def _family(architecture: str, keys: Fields) -> GgufFamily:

@@ -69,7 +69,7 @@ class CheckpointReader:
         found = self._checkpoint.shape(name)
         if found != shape:
             raise ExecutorError(
-                f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for {list(shape)}"
+                f"{self._where}: tensor {name!r} has shape {list(found)}; the config calls for {list(shape)}"
             )
         self._read.add(name)
         return name

@@ -102,7 +102,7 @@ class RankedExecutor:
     def load_adapter(self, path: str) -> AdapterInfo:
         """Load an adapter on all ranks; if one of them fails, no rank keeps it."""
         answers = self._ask(MessageKind.LOAD, path, ADAPTER_S)
-        infos = [answer.adapter for answer in answers if answer.adapter is not None]
+        infos = [answer.value for answer in answers if isinstance(answer.value, AdapterInfo)]
         keys = {info.key for info in infos}
         if len(infos) == len(answers) and len(keys) == 1:
             self._adapters |= keys
@@ -118,7 +118,7 @@ class RankedExecutor:
     def update_weights(self, path: str) -> None:
         """Prepare new weights on every rank. If all ranks have read the same, all replace theirs, else none does."""
         answers = self._ask(MessageKind.PREPARE, path)
-        prepared = {answer.fingerprint for answer in answers}
+        prepared = {answer.value for answer in answers if isinstance(answer.value, bytes)}
         if (error := _first_error(answers)) or len(prepared) > 1:
             self._send((MessageKind.DROP, b""), WEIGHTS_S)
             raise WeightsError(error or f"{path}: the ranks have read different weights; the files changed meanwhile")

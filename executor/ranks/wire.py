@@ -66,8 +66,7 @@ class RankAnswer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
 
     rank: int
     error: str = ""  # why the request was refused; then nothing has changed
-    adapter: AdapterInfo | None = None  # to LOAD
-    fingerprint: bytes = b""  # to PREPARE
+    value: AdapterInfo | bytes | None = None  # to LOAD: the adapter; to PREPARE: the weights' fingerprint
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):

@@ -25,6 +25,7 @@ from penstock.executor.parallel import CollectiveError, Connections, RankGroup, 
 from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
 from penstock.executor.protocol import (
     AdapterError,
+    AdapterInfo,
     ExecutorError,
     SleepLevel,
     Step,
@@ -171,24 +172,20 @@ def _backend(store: Store, rank: int, world: int, address: str, device: torch.de
 def _control(ours: Rank, rank: int, kind: bytes, named: str) -> RankAnswer:
     """Execute a request other than a step."""
     try:
-        if kind == MessageKind.LOAD:
-            return RankAnswer(rank, adapter=ours.adapters.load(named))
-        if kind == MessageKind.UNLOAD:
-            ours.adapters.unload(named)
-        elif kind == MessageKind.PREPARE:
-            return RankAnswer(rank, fingerprint=ours.prepare_weights(named))
-        elif kind == MessageKind.TAKE:
-            ours.take_weights()
-        elif kind == MessageKind.DROP:
-            ours.drop_weights()
-        elif kind == MessageKind.SLEEP:
-            ours.sleep(msgspec.json.decode(named, type=SleepLevel))
-        else:
-            assert kind == MessageKind.WAKE, kind
-            ours.wake(named.split())
+        return RankAnswer(rank, value=_REQUESTS[kind](ours, named))
     except (AdapterError, WeightsError) as error:
         return RankAnswer(rank, str(error))
-    return RankAnswer(rank)
+
+
+_REQUESTS: dict[bytes, Callable[[Rank, str], AdapterInfo | bytes | None]] = {
+    MessageKind.LOAD: lambda rank, path: rank.adapters.load(path),
+    MessageKind.UNLOAD: lambda rank, key: rank.adapters.unload(key),
+    MessageKind.PREPARE: lambda rank, path: rank.prepare_weights(path),
+    MessageKind.TAKE: lambda rank, _: rank.take_weights(),
+    MessageKind.DROP: lambda rank, _: rank.drop_weights(),
+    MessageKind.SLEEP: lambda rank, level: rank.sleep(msgspec.json.decode(level, type=SleepLevel)),
+    MessageKind.WAKE: lambda rank, parts: rank.wake(parts.split()),
+}
 
 
 class Finisher:
