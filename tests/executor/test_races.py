@@ -4,7 +4,6 @@ The same worlds run on a real GPU, where only wrong tokens would show.
 """
 
 import contextlib
-import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,20 +15,14 @@ import torch
 
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.grammar.matcher import Matcher
-from penstock.executor import outbox
 from penstock.executor.models.weights import Weights
-from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks
-from penstock.executor.sampling.sampler import SampledTokens, Sampler
+from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.staging import send, send_list
-from penstock.executor.step.graphs import CudaGraphs
-from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import CPU, GPU
-from tests.support.races import Race
-from tests.support.refusals import hardest
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import folder, greedy
 from tests.support.twins import sampling as sampling_twin
@@ -196,51 +189,6 @@ def test_on_a_gpu_two_steps_in_flight_leave_the_tokens_of_the_table(kind: str) -
     executor = open_executor(**options)
     World(executor, SAMPLINGS if is_mixed else SAMPLINGS[:2], is_mixed).live(2000)
     executor.close()
-
-
-def _forget_the_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a forward pass write where the last draw's tokens still wait to be copied."""
-    monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", functools.cache(CudaGraphs))
-
-
-def _forget_the_restores(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = CudaCopier.begin_step
-
-    def begin_step(copier: CudaCopier, written: list[int]) -> None:
-        copier._restored = None
-        begin(copier, written)
-
-    monkeypatch.setattr(CudaCopier, "begin_step", begin_step)
-
-
-def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let memory that is being sent be reused at once."""
-    monkeypatch.setattr(outbox, "HostCopy", lambda _, copies, event: HostCopy((), copies, event))
-    monkeypatch.setattr(SampledTokens, "post", lambda sampled, to: _post_copies(sampled, to))
-
-
-def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
-    sampled._host_copy = to.send([sampled.tokens.clone(), sampled._largest.clone()])
-
-
-FORGOTTEN = {
-    "the second pool of graphs": ("plain", _forget_the_second_pool, r"writes what stream \d+ of outbox.py reads"),
-    "to wait for restores": ("tiers", _forget_the_restores, "computing stream reads what .* cuda_copies.py writes"),
-    "to hold on to what is sent": ("eager", _forget_the_originals, "computing stream writes what .* outbox.py reads"),
-}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", hardest(FORGOTTEN, "to wait for restores"))
-def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, forget, message = FORGOTTEN[what]
-    _, options = KINDS[kind]
-    folder(CASE)
-    with PretendedGpu() as gpu:
-        forget(monkeypatch)
-        world = World(open_executor(monkeypatch, **options), SAMPLINGS[:2], False, lambda: gpu.thread("another"))
-        with pytest.raises(Race, match=message):
-            world.live(50)
 
 
 ASKED = [
