@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,70 +212,6 @@ def test_a_record_that_has_moved_since_the_last_snapshot_is_found_in_its_new_cel
         rig.finish_scan()
         assert set(rig.tier.keys()) == kept and rig.hits(*names) == len(kept)
         rig.tier.check()
-
-
-LIVES = """
-import os, random, signal, sys, time
-from pathlib import Path
-from tests.support.disk_rig import Rig, key_of, start_python
-path, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-draw = random.Random(seed)
-
-def live():
-    # Two in a row may be in flight at any time; the parent ends this without a word.
-    with Rig(path, chunk=600, cells=48) as rig:
-        os.write(opened, b"o")
-        while True:
-            rig.store(draw.randrange(10**6) % 200)
-            rig.load(draw.randrange(200))
-
-def look():
-    with Rig(path, chunk=600, cells=48) as rig:
-        rig.finish_scan()
-        known = len(rig.tier)
-        hits = rig.hits(*range(200))
-        rig.tier.check()
-        stale = rig.tier.stats()["stale_reads"] + rig.tier.stats()["corrupt_reads"]
-        # Served are all but those that the kill caught half-written, and one that gave way to the next store.
-        if not (stale <= 2 and known - stale - hits <= 1):
-            sys.exit(f"{known} known, {hits} served, {stale} bad")
-
-def child(act):
-    process = os.fork()
-    if process == 0:
-        draw.seed(os.getpid())
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-    return process
-
-for number in range(rounds):
-    is_open, opened = os.pipe()
-    victim = child(live)
-    os.close(opened)
-    if draw.random() < 0.9:  # the others may end while they open
-        assert os.read(is_open, 1) == b"o"
-    os.close(is_open)
-    time.sleep(draw.random() * 0.06)
-    os.kill(victim, signal.SIGKILL)
-    os.waitpid(victim, 0)
-    _, status = os.waitpid(child(look), 0)
-    if status:
-        sys.exit(f"round {number}: {status}")
-print("whole")
-"""
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", hardest([6, 20, 1000], 6))
-def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path, kills: int) -> None:
-    with start_python(LIVES, tmp_path, kills, 1, stderr=subprocess.PIPE) as process:
-        output, errors = process.communicate()
-    assert output == "whole\n", errors
 
 
 def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
