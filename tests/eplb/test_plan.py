@@ -1,8 +1,6 @@
 """Plans from scratch: against the published algorithm, brute force, and the properties that every plan has."""
 
 import hashlib
-import itertools
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,29 +45,6 @@ def test_a_plan_is_at_least_as_even_as_the_published_algorithm(
     assert balance(load, plan(load, slots, ranks)).mean() >= balance(load, published).mean() - 1e-6
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 2), (5, 6, 3), (6, 6, 3), (7, 8, 2), (8, 8, 2)], ids=str)
-def test_small_plans_are_mostly_as_even_as_the_best_of_all_placements(shape: tuple[int, int, int]) -> None:
-    experts, slots, ranks = shape
-    load = skewed("logn1", 6, experts)
-    found = balance(load, plan(load, slots, ranks))
-    best = np.array([best_of_all(row[None], slots, ranks) for row in load])
-    # halves are rounded to 65535ths, differently for copies that stand in another order
-    assert (found <= best + 1e-4).all() and (best <= bound(load, slots, ranks) + 1e-9).all()
-    # Counts are chosen before ranks: a layer here and there would do better with other counts.
-    assert np.median(best - found) < 0.02
-
-
-def best_of_all(load: np.ndarray, slots: int, ranks: int) -> float:
-    """The best balance over every way to fill the slots with all experts and even shares."""
-    experts, best = load.shape[1], 0.0
-    rank_contents = list(itertools.combinations(range(experts), slots // ranks))
-    for chosen in itertools.combinations_with_replacement(rank_contents, ranks):
-        phy2log = np.array([[expert for rank in chosen for expert in rank]])
-        if len(np.unique(phy2log)) == experts:
-            best = max(best, balance(load, Plan.of(phy2log, experts, ranks))[0])
-    return best
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_largest_share_of_a_copy_is_that_of_giving_out_spare_slots_one_by_one(
@@ -85,15 +60,11 @@ def test_the_largest_share_of_a_copy_is_that_of_giving_out_spare_slots_one_by_on
         assert shares[row, 0] == pytest.approx(replicate(load[row], slots, limit)[1].max(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("slots", "ranks"), [(80, 16), (64, 16)])
-def test_layers_are_planned_independently(slots: int, ranks: int) -> None:
+@pytest.mark.parametrize("slots", [80, 64])
+def test_layers_are_planned_independently(slots: int) -> None:
     load = skewed("logn1", 12, 64)
-    whole = partial(plan, slots=slots, ranks=ranks)
-    together = whole(load).phy2log
-    order = np.random.default_rng(1).permutation(12)
-    assert (whole(load[order]).phy2log == together[order]).all()
-    alone = [whole(load[layer : layer + 1]).phy2log[0] for layer in range(12)]
-    assert (np.stack(alone) == together).all()
+    alone = [plan(load[layer : layer + 1], slots, 16).phy2log[0] for layer in range(12)]
+    assert (plan(load, slots, 16).phy2log == np.stack(alone)).all()
 
 
 def test_without_load_spare_slots_go_to_different_experts() -> None:

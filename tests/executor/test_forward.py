@@ -18,7 +18,6 @@ from penstock.executor.forward import Forward
 from penstock.executor.protocol import ExecutorError, Sampling
 from tests.executor.test_updates import changed, named
 from tests.support.checkpoints import executor_of
-from tests.support.default_file import default_file
 from tests.support.driver import Driver
 from tests.support.refusals import hardest, hardest_rows, table
 from tests.support.small_models import folder
@@ -132,17 +131,6 @@ def test_what_asks_for_it_changes_nothing_on_a_cpu() -> None:
     assert invariant.info.fingerprint == plain.info.fingerprint  # so its blocks are the same, too
     for one, other in zip(plain(PROMPTS), invariant(PROMPTS), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_of_the_default_model_too() -> None:
-    path = str(default_file())
-    options: dict[str, Any] = {"kv_cache_bytes": 2**25, "max_model_len": 256}
-    prompts = [[*range(100, 140), 504, 3575, 282, 4649, 314], [*range(100, 150)], [504, 3575]]
-    with LLM(path, max_num_batched_tokens=40, max_num_seqs=8, **options) as llm:
-        results = [*generate(llm, prompts, 1), *generate(llm, prompts, 2)]
-    assert any(result.num_cached_tokens for result in results)
-    check(open_forward(path, **options), results)
 
 
 def test_pages_for_one_long_sequence_are_enough_for_any_number() -> None:

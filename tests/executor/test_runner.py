@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock.executor.protocol import Row, Sampling, Step
+from penstock.executor.protocol import Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
@@ -40,16 +40,6 @@ def test_a_row_reads_blocks_that_an_earlier_row_of_the_same_step_fills(driver: D
     driver.step((first, whole), (second, driver.row(second)))
     expected = [greedy(CASE, PROMPT, 10)[0], greedy(CASE, [*PROMPT[:40], 9, 9, 9], 10)[0]]
     assert driver.generate(first, second, count=10) == expected
-
-
-def test_the_order_of_rows_does_not_matter_to_sharing(driver: Driver) -> None:
-    """A row of one token comes first in the batch whatever the step says; it still sees the other row's keys."""
-    first, second = driver.admit(PROMPT), driver.admit(PROMPT)
-    whole = driver.row(first)
-    second.blocks, second.computed = list(first.blocks), len(PROMPT) - 1
-    last = driver.row(second, write_from=len(PROMPT))
-    driver.step((first, whole), (second, last))
-    assert first.output == second.output == greedy(CASE, PROMPT, 1)[0]
 
 
 def test_positions_below_write_from_are_not_written(driver: Driver) -> None:
@@ -123,48 +113,10 @@ def test_rows_with_drafts_sample_what_rows_without_them_do(
     assert {1, 2, 3, 4} <= set(gains)
 
 
-def test_blocks_replace_the_table_from_first_block_on(driver: Driver) -> None:
-    sequence = driver.admit(PROMPT)
-    driver.step((sequence, driver.row(sequence, 16)))
-    moved = [driver.free.pop() for _ in range(4)]
-    kv = kv_of(driver)
-    kv[moved[0]] = kv[sequence.blocks[1]]  # block 1 moves; blocks 2 … 4 are new
-    kv[sequence.blocks[1]] = float("nan")
-    sequence.blocks = [sequence.blocks[0], *moved]
-    sequence.unsent_blocks = 1
-    assert driver.generate(sequence, count=8) == [greedy(CASE, PROMPT, 8)[0]]
-
-
 def test_a_step_without_rows_is_answered(driver: Driver) -> None:
     sequence = driver.admit(PROMPT)
     assert driver.step().tokens == []  # and the admission it carried counts
     assert driver.generate(sequence, count=3) == [greedy(CASE, PROMPT, 3)[0]]
-
-
-def test_a_step_is_launched_before_the_last_one_s_tokens_are_known(driver: Driver) -> None:
-    runner = driver.executor._runner  # type: ignore[attr-defined]
-    sequence = driver.admit(PROMPT[:10])
-    rows = [replace_start(driver.row(sequence), i) for i in range(4)]
-    admissions = [driver._admissions, [], [], []]
-    launched = [runner.launch(Step(i, admissions[i], [rows[i]])) for i in range(4)]
-    tokens = [runner.finish(step).tokens[0] for step in launched]
-    assert tokens == greedy(CASE, PROMPT[:10], 4)[0]
-
-
-def replace_start(row: Row, index: int) -> Row:
-    """The index-th step of a request whose first step is `row`: later ones compute one token each."""
-    if index == 0:
-        return row
-    return msgspec.structs.replace(row, start=row.count + index - 1, count=1, first_block=0, blocks=())
-
-
-def test_the_batch_puts_single_tokens_first_and_results_go_by_the_step(driver: Driver) -> None:
-    prompts = [PROMPT[:20], PROMPT[3:30], PROMPT[8:11]]
-    sequences = [driver.admit(prompt) for prompt in prompts]
-    driver.advance(sequences[2])
-    result = driver.advance(sequences[0], sequences[2], sequences[1], chunk=20)
-    assert result.tokens[2] == -1
-    assert driver.generate(*sequences, count=6) == [greedy(CASE, prompt, 6)[0] for prompt in prompts]
 
 
 def test_a_request_whose_numbers_break_fails_alone(driver: Driver) -> None:

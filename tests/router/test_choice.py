@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock._csrc import ffi, lib
+from penstock._csrc import lib
 from penstock.router.config import PolicyName
 from penstock.router.placement.load import POLICIES, LoadTable, PolicyConfig
 from tests.support import slow_policy
@@ -82,19 +82,3 @@ def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
     assert fleet.filled.tolist() == [300.0, 1000.0]
     assert fleet.queued.tolist() == [400.0, 1000.0]
     assert fleet.held.tolist() == [500.0, 1000.0] and fleet.active.tolist() == [1, 1]
-
-
-def test_blocks_of_all_tiers_count_by_the_formula() -> None:
-    policy, rng = PolicyConfig(host_credit=0.7, disk_credit=0.4), np.random.default_rng(4)
-    for num_rows in (1, 8, 100):
-        slots = rng.integers(0, 300, (4, num_rows))
-        counts = rng.integers(0, 1000, 300).astype(np.int32)
-        space_of_row = rng.integers(0, 2, num_rows)
-        c = ffi.new("struct penstock_slots *", {"host_credit": 0.7, "disk_credit": 0.4})
-        for name, row in zip(("device", "host", "disk", "older"), slots, strict=True):
-            setattr(c, name, ffi.from_buffer("int64_t[]", row))
-        cached = np.full(num_rows, -1.0)
-        arrays = ffi.from_buffer("int32_t[]", counts), ffi.from_buffer("int64_t[]", space_of_row)
-        lib.penstock_cached_tokens(c, arrays[0], 16, arrays[1], 1, num_rows, ffi.from_buffer("double[]", cached))
-        expected = slow_policy.cached_tokens(counts, slots, 16, policy)
-        np.testing.assert_allclose(cached, np.where(space_of_row == 1, expected, -1.0))

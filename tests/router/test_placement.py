@@ -109,7 +109,11 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     live(placement, "r0", seq=7)
     assert not placement.needs_snapshot("r0")
     placement.apply_events("r0", [Changes(8, "device", short_keys(prompt), b""), Alive(8)])
+    placement.apply_events("r0", [Changes(8, "device", b"", short_keys(prompt))])  # repeated
     assert not placement.needs_snapshot("r0") and cached(placement, prompt) == {"r0": 160}
+    placement.apply_events("r0", [Alive(9)])  # it is ahead: a change was lost
+    assert placement.needs_snapshot("r0")
+    live(placement, "r0", prompt, seq=8)
     placement.apply_events("r0", [Changes(10, "device", b"", short_keys(prompt)[-16:])])
     assert placement.needs_snapshot("r0") and cached(placement, prompt) == {"r0": 128}
     live(placement, "r0", seq=12)

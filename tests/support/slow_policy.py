@@ -8,19 +8,6 @@ from penstock.router.placement.load import Column, LoadTable, PolicyConfig
 TIE_S = 1e-6
 
 
-def cached_tokens(
-    counts: npt.NDArray[np.int32], slots: npt.NDArray[np.int64], block_size: int, policy: PolicyConfig
-) -> Column:
-    """`slots`: rows device, host, disk, older; a column per replica."""
-    blocks = np.maximum(counts[slots[0]], counts[slots[3]]).astype(float)
-    reach = blocks.copy()
-    for layer, credit in ((1, policy.host_credit), (2, policy.disk_credit)):
-        blocks += credit * np.maximum(counts[slots[layer]] - reach, 0)
-        reach = np.maximum(reach, counts[slots[layer]])
-    tokens: Column = blocks * block_size
-    return tokens
-
-
 def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
     """Of predicted-ttft, whether open or not."""
     own = num_tokens - np.minimum(cached, num_tokens - 1)
