@@ -106,15 +106,6 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
 # Many.
 
 
-def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served() -> None:
-    with running() as server, contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(server.connect()) for _ in range(400)]
-        for at, sock in enumerate(slow):
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nx: " if at % 2 else HEAD + b"content-length: 900\r\n\r\n{")
-        for _ in range(5):
-            assert_serves(server)
-
-
 # Clients that do not read, and clients that leave.
 
 

@@ -32,18 +32,6 @@ def samples(server: Running) -> dict[str, float]:
     return found
 
 
-def test_the_names_are_those_of_existing_dashboards(server: Running) -> None:
-    names = {name.partition("{")[0] for name in samples(server)}
-    dashboards = """
-        num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
-        prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total
-        request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
-        e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prompt_tokens_bucket
-        request_generation_tokens_bucket iteration_tokens_total_bucket
-    """
-    assert names >= {"process_resident_memory_bytes", *(f"vllm:{name}" for name in dashboards.split())}
-
-
 def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     server.engine.stats = Stats(
         num_running=3,

@@ -1,9 +1,7 @@
 """Constrained answers over HTTP: the fields of OpenAI and vLLM, where objections point, and real answers."""
 
 import json
-import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +96,6 @@ def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(o
         for choice in event["choices"]:
             pieces[choice["index"]] = pieces.get(choice["index"], "") + (choice["delta"].get("content") or "")
     assert [pieces[choice["index"]] for choice in choices] == [choice["message"]["content"] for choice in choices]
-
-
-def test_many_constrained_and_free_requests_run_side_by_side(oracle: Running) -> None:
-    def ask(number: int) -> None:
-        regex = f"[a-f]{{{number % 7 + 1}}}"
-        fields = {"structured_outputs": {"regex": regex}} if number % 4 else {}
-        answer = oracle.complete(f"prompt {number}", max_tokens=20, temperature=1, **fields).json()["choices"][0]
-        assert not fields or (answer["finish_reason"] == "stop" and re.fullmatch(regex, answer["text"])), answer
-
-    with ThreadPoolExecutor(32) as threads:
-        list(threads.map(ask, range(32)))
 
 
 def test_log_probabilities_cover_every_token_of_a_constrained_answer(oracle: Running) -> None:
