@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, normalizers
 
 from penstock.engine.model_files import ModelError, ModelFiles
 from penstock.engine.text.gguf_tokenizer import SPLITS, read_gguf_metadata
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
-from tests.support.default_file import default_file
 from tests.support.refusals import cases, table
 
 gguf = import_module("gguf")
@@ -79,33 +77,6 @@ def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -
     for pre, is_whole in (("llama-bpe", True), ("dbrx", False)):
         path, _, _ = byte_level_file(tmp_path / "b.gguf", pre, **changes)
         assert (load(path).encode("hello") == [len(tokens)]) == is_whole
-
-
-def test_the_default_model_tokenizes_as_published() -> None:
-    path = default_file()
-    from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
-
-    metadata = read_gguf_metadata(path)
-    published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
-    ours = load(path)
-    for text in samples.texts(1000):
-        ids = ours.encode(text)
-        assert ids == published.encode(text).ids, text
-        assert ours.decode(ids, skip_special_tokens=False) == text
-    assert (ours.vocab_size, ours.eos_ids, ours.special_id("bos_token")) == (49152, frozenset({0, 2}), 1)
-    assert ours.encode("hello") == ours.encode("hello", add_special_tokens=False)
-
-
-def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> Backend:
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Backend(
-        models.BPE(vocab=vocab, merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens[:num_special]])
-    return tokenizer
 
 
 @pytest.mark.parametrize("prefix", [True, False])
