@@ -168,21 +168,6 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
 
 
-def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> None:
-    rig = Rig()
-    rig.ask("a")
-    rig.step()
-    rig.pauses.pause("wait")
-    rig.ask("late")
-    rig.ask("other")
-    aborted = rig.core.abort("late")
-    assert aborted is not None and aborted.finish_reason == "abort"
-    rig.pauses.resume()
-    assert not rig.pauses.is_pausing and not rig.pauses.is_paused
-    rig.run()
-    assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
-
-
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
 

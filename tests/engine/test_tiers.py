@@ -88,18 +88,6 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
     assert [world.num_cached(name) for name in "abc"] == [19, 19, 19]
 
 
-@pytest.mark.parametrize("steps", range(8))
-def test_an_abort_at_any_moment_of_a_load_leaks_nothing(steps: int) -> None:
-    world = with_the_prompt_on_the_disk(FlakyStore(delay=3, seed=steps))
-    world.submit(submit("gone", PROMPT, max_tokens=5))
-    for _ in range(steps):
-        world.step()
-    world.abort("gone")
-    world.scheduler.check()
-    assert world.cached("next", PROMPT) >= 0
-    assert world.tiers.index.host.num_free == 20 and world.scheduler.pool.num_free == 16
-
-
 def test_restores_of_one_step_are_bounded_and_the_request_starts_after_the_last() -> None:
     world = World(num_blocks=17, host_slots=100, max_in_flight=1)
     world.cached("cold", PROMPT)

@@ -83,17 +83,6 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     assert text_of(world.tokens("slow")).isdigit() and world.last("slow").finish_reason == "stop"
 
 
-def test_a_grammar_that_fails_in_the_core_fails_its_request_alone() -> None:
-    world = Core()
-    good, bad = submit("good", [1], DIGITS), submit("bad", [2], StructuredOutputs(regex="("))
-    world.submit(bad)
-    world.submit(good)
-    world.run()
-    assert world.last("bad").finish_reason == "error" and "unclosed group" in str(world.last("bad").error)
-    assert world.last("bad").is_refusal
-    assert world.last("good").finish_reason == "stop"
-
-
 def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 

@@ -255,13 +255,6 @@ def test_a_dead_engine_is_a_503() -> None:
             assert refused(answer, 503) == "the core was killed"
 
 
-def test_an_engine_that_dies_meanwhile_ends_answers_with_503() -> None:
-    engine = FakeEngine(delay_s=0.01)
-    with running(engine) as server:
-        server.loop.call_soon_threadsafe(server.loop.call_later, 0.1, engine.die, "the core was killed")
-        assert refused(server.complete(max_tokens=900), 503) == "the core was killed"
-
-
 def test_a_bug_is_a_500_that_tells_the_client_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

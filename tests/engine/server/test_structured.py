@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -102,3 +102,22 @@ def test_log_probabilities_cover_every_token_of_a_constrained_answer(oracle: Run
     answer = oracle.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
     shown = "".join(entry["token"] for entry in answer["logprobs"]["content"])
     assert shown.startswith(answer["message"]["content"])
+
+
+def test_one_small_request_of_many_prompts_checks_its_fields_once(
+    oracle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of thousands of ids, checked and sorted for each of a thousand prompts, would hold the loop for seconds."""
+    checked: list[SamplingParams] = []
+    check = SamplingParams.check
+
+    def counted(params: SamplingParams, *given: int) -> None:
+        checked.append(params)
+        check(params, *given)
+
+    monkeypatch.setattr(SamplingParams, "check", counted)
+    lists = {"stop_token_ids": list(range(100)), "allowed_token_ids": list(range(100, 120))}
+    answer = oracle.complete([[number] for number in range(100)], max_tokens=5, temperature=1, **lists).json()
+    assert len(checked) <= 2  # once as a request, once by the engine
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(texts) == 100 and len(set(texts)) > 10, "each has a seed of its own"

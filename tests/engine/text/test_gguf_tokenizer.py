@@ -116,36 +116,18 @@ def test_ends_are_added_as_the_file_says(
     assert tokenizer.encode("hello") == [*before, *plain, *after]
 
 
-def test_a_sentencepiece_file_that_does_not_say_gets_the_beginning_token(tmp_path: Path) -> None:
-    assert load(sentencepiece_file(tmp_path / "m.gguf")).encode("hello")[0] == 1
-
-
-def test_control_tokens_are_special_and_user_defined_ones_are_only_whole(tmp_path: Path) -> None:
-    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
+def test_kinds_of_tokens_ends_of_turns_and_templates_are_those_of_the_file(tmp_path: Path) -> None:
+    templates = {"chat_template": "{{ 1 }}", "chat_template__tool_use": "{{ 2 }}"}
+    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2", eot_token_id=1, **templates)
     tokenizer = load(path)
     assert tokenizer.special_ids == {0, 1, 2}
-    assert tokenizer.encode("<|im_start|><think>") == [1, tokens.index("<think>")]
+    assert tokenizer.encode("<|im_start|><think>") == [1, tokens.index("<think>")], "user-defined ones are whole"
     assert tokenizer.decode([1, tokens.index("<think>")]) == "<think>"
-
-
-def test_unused_tokens_have_no_text_but_count_in_the_vocabulary(tmp_path: Path) -> None:
-    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
-    tokenizer = load(path)
-    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.vocab_size == len(tokens), "unused tokens count"
     assert tokenizer.decode([tokens.index("[PAD0]")]) == ""
-
-
-def test_every_token_that_ends_a_turn_is_known(tmp_path: Path) -> None:
-    """<|endoftext|> and <|im_end|> end by name; a second id is named by its key."""
-    path, _, _ = byte_level_file(tmp_path / "m.gguf", "qwen2", eot_token_id=1)
-    assert load(path).eos_ids == {0, 1, 2}
-
-
-def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
-    path, _, _ = byte_level_file(
-        tmp_path / "m.gguf", "qwen2", chat_template="{{ 1 }}", chat_template__tool_use="{{ 2 }}"
-    )
-    assert load(path).chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    assert tokenizer.eos_ids == {0, 1, 2}, "<|endoftext|> and <|im_end|> end by name, a second id by its key"
+    assert tokenizer.chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    assert load(sentencepiece_file(tmp_path / "s.gguf")).encode("hello")[0] == 1, "where the file says nothing of it"
 
 
 @pytest.mark.parametrize(("changes", "sentence"), table(__file__, "vocabularies"))
