@@ -19,14 +19,6 @@ TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
-def package() -> Any:
-    return pytest.importorskip("anthropic", reason="the package anthropic is not installed")
-
-
-def client_of(qwen: Running, **options: Any) -> Any:
-    return package().Anthropic(base_url=qwen.url, max_retries=0, **{"api_key": "unused", **options})
-
-
 def post(qwen: Running, **fields: Any) -> httpx.Response:
     return qwen.post("/v1/messages", {"model": MODEL, "max_tokens": 500, "messages": HI, **fields})
 
@@ -36,9 +28,9 @@ def post(qwen: Running, **fields: Any) -> httpx.Response:
 
 @pytest.mark.slow
 def test_the_package_reads_answers_and_errors_and_sends_calls_and_their_results_back(qwen: Running) -> None:
-    anthropic = package()
+    anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
     qwen.engine.reply = CALLED
-    with client_of(qwen) as client:
+    with anthropic.Anthropic(base_url=qwen.url, max_retries=0, api_key="unused") as client:
         asked = {"model": MODEL, "max_tokens": 500, "tools": [TOOL], "system": "Be brief."}
         for message in (client.messages.create(messages=HI, **asked), streamed(client, messages=HI, **asked)):
             thought, text, call = message.content

@@ -66,8 +66,8 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     assert drafts == [3, 12, 9]
 
 
-def test_tiers_are_labelled_and_absent_without_any(server: Running) -> None:
-    assert not [name for name in samples(server) if "kv_tier" in name]
+def test_tiers_and_experts_are_labelled_and_absent_without_any(server: Running) -> None:
+    assert not [name for name in samples(server) if "kv_tier" in name or "expert" in name]
     tiers: dict[str, dict[str, float]] = {
         "host": {"hit_tokens": 32, "used_blocks": 5},
         "disk": {"hit_tokens": 16, "bytes_per_s": 1e9},
@@ -78,10 +78,6 @@ def test_tiers_are_labelled_and_absent_without_any(server: Running) -> None:
     assert seen["penstock:kv_tier_hit_tokens_total{tier=disk}"] == 16
     assert seen["penstock:kv_tier_used_blocks{tier=host}"] == 5
     assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
-
-
-def test_experts_are_listed_by_rank_and_by_expert_and_absent_without_any(server: Running) -> None:
-    assert not [name for name in samples(server) if "expert" in name]
     loads: dict[str, Any] = {
         "rank_load": array("f", [0.25, 0.75]).tobytes(),
         "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes(),

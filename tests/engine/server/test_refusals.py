@@ -276,15 +276,6 @@ def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
     assert len(echoed(b"\xff\xff")) == 32  # nothing is left, so it is ours
 
 
-def test_fields_that_gateways_put_into_every_body_are_taken_at_their_defaults(server: Running) -> None:
-    added = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "skip_special_tokens": True}
-    of_chats = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
-    assert server.complete(echo=False, **added).status_code == 200
-    assert server.chat(**added, **of_chats).status_code == 200
-    refused(server.complete(no_stop_trim=True), param="no_stop_trim")
-    refused(server.chat(separate_reasoning=False), param="separate_reasoning")
-
-
 def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
     class Part(msgspec.Struct):
         kind: Literal["text", "file"] | None = None
