@@ -202,6 +202,9 @@ def test_options_of_a_script_are_taken_or_refused_by_name(folder: Path) -> None:
         assert llm.generate("a", SamplingParams(logprobs=30, max_tokens=1))[0].outputs[0].logprobs is not None
         with pytest.raises(InvalidRequest, match="30"):
             llm.generate("a", SamplingParams(logprobs=31, max_tokens=1))
+    for wrong in (-1, "x"):
+        with pytest.raises(ValueError, match="max_logprobs: .* given; a whole number from 0 is expected"):
+            loaded(folder, max_logprobs=wrong)
 
 
 def test_a_deleted_model_is_gone(folder: Path) -> None:
