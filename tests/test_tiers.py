@@ -21,7 +21,7 @@ WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "viol
 
 @pytest.fixture(autouse=True)
 def loads_are_always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded depends on how fast the machine was a moment ago (tests/engine/test_rates.py); what comes back may not."""
+    """What is loaded depends on how fast the machine was a moment ago (tests/engine/test_tiers.py); what comes back may not."""
     monkeypatch.setattr(Rates, "is_load_faster", lambda *_: True)
     monkeypatch.setattr(Rates, "patience_s", lambda *_: 60.0)
 

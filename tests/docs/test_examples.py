@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.default_file import default_file
 from tests.support.small_models import SIZES, random_model
 from tests.support.text_samples import byte_level
 
@@ -29,12 +28,3 @@ def test_grpo_raises_the_reward_of_a_small_model(tmp_path: Path) -> None:
     rewards = load("grpo").train(str(tmp_path), steps=9, rate=1e-2)
     assert len(rewards) == 10
     assert min(rewards[-2:]) > 2 * rewards[0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)  # 210 s on two cores with a load of 12
-def test_a_few_steps_of_grpo_raise_the_reward() -> None:
-    default_file()
-    rewards = load("grpo").train(steps=4)
-    assert len(rewards) == 5
-    assert max(rewards[3:]) > rewards[0] + 0.01

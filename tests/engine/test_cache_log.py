@@ -106,20 +106,6 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
     assert has_both or num_promised > (0.7 * num_found if world.executor.info.hits_at_ends else 0)
 
 
-def test_nothing_is_kept_while_nobody_watches() -> None:
-    pool = BlockPool(8)
-    log = CacheLog({"device": pool}, PageKeys((GroupInfo(),), 16, makes_keys=True))
-    for _ in range(2):
-        blocks = pool.allocate(2)
-        pool.register(blocks[0], b"k" * 32)
-        assert pool._changes is None and log.updates() == []
-        pool.release(blocks)
-        log.watch(True)
-        assert len(log.updates()) == 1
-        log.watch(False)
-        assert pool.forget()
-
-
 def test_the_contents_of_blocks_are_reported_before_or_with_their_keys_if_they_are_asked_for() -> None:
     world = World()
     log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)

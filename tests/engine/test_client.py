@@ -89,13 +89,6 @@ async def test_an_abort_frees_the_blocks_long_before_the_answer_would_have_ended
     assert engine.stats.generation_tokens - before < 450_000
 
 
-async def test_a_reader_that_sleeps_finds_everything_in_one_update(engine: AsyncEngine) -> None:
-    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
-    await comes_true(lambda: len(engine.answers) == 0)
-    (updates,) = [updates async for updates in answer]
-    assert len(updates[0].token_ids) == 500
-
-
 async def test_a_full_queue_says_when_to_come_back_and_more_than_it_holds_never_fits() -> None:
     async with running(make(scheduler=SchedulerConfig(max_num_seqs=2, max_queued_requests=3))) as engine:
         with pytest.raises(InvalidRequest, match="6 sequences requested; this server allows 5 at a time"):
@@ -161,18 +154,6 @@ async def test_a_stopped_core_fails_the_health_check_and_comes_back(
     assert "silent" in engine.health().reason
     os.kill(pid_of(engine), signal.SIGCONT)
     await comes_true(lambda: engine.health().alive)
-
-
-@pytest.mark.slow
-async def test_a_core_that_computes_is_kept_however_silent_it_is(engine: AsyncEngine) -> None:
-    """As on a machine so busy that its heartbeats come late."""
-    answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=900_000, detokenize=False))
-    hearing, engine._receive = engine._receive, lambda message: None  # type: ignore[method-assign]
-    await comes_true(lambda: not engine.health().ready)
-    assert engine.health().alive, engine.health().reason
-    engine._receive = hearing  # type: ignore[method-assign]
-    await comes_true(lambda: engine.health().ready)
-    answer.abort()
 
 
 async def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:

@@ -136,14 +136,19 @@ def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pyt
     assert overdue_s == [0.0]
 
 
-def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
+def ready() -> AsyncEngine:
+    """Return an engine whose core has loaded its model."""
     engine = AsyncEngine(CONFIG)
     assert engine.health().reason == "the model is loading" and engine.health().alive
-
     loop = asyncio.new_event_loop()
     engine._ready = loop.create_future()
     loop.close()
     engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
+    return engine
+
+
+def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
+    engine = ready()
     engine._receive(Heartbeat(overdue_s=0.0))
     assert engine.health().ready
     engine._receive(Heartbeat(overdue_s=12.0))
@@ -162,10 +167,6 @@ def test_a_job_beside_the_steps_that_hangs_fails_the_health_check_by_its_name() 
     assert beat.job == "load_adapter" and beat.overdue_s >= 12.0
     duty.end()
     assert heartbeat(core, duty).overdue_s == 0.0
-    engine = AsyncEngine(CONFIG)
-    loop = asyncio.new_event_loop()
-    engine._ready = loop.create_future()
-    loop.close()
-    engine._ready.set_result(core.info)
+    engine = ready()
     engine._receive(beat)
     assert not engine.health().alive and "load_adapter of the engine core is 12 s beyond" in engine.health().reason

@@ -33,14 +33,10 @@ class Rig:
 SLEEPING = ProcessLook("S", False, 0.0)
 
 
-@pytest.mark.parametrize("state", "TtZX")
-def test_a_stopped_or_dead_core_is_lost_as_soon_as_it_is_silent(state: str) -> None:
-    rig = Rig(SLEEPING._replace(state=state))
+@pytest.mark.parametrize("look", [None, *(SLEEPING._replace(state=state) for state in "TtZX")])
+def test_a_stopped_or_dead_core_is_lost_as_soon_as_it_is_silent(look: ProcessLook | None) -> None:
+    rig = Rig(look)
     assert rig.run(SILENCE_S) == "heard" and rig.run(1.0) == "lost"
-
-
-def test_a_core_without_a_process_is_lost_as_soon_as_it_is_silent() -> None:
-    assert Rig(None).run(SILENCE_S + 1.0) == "lost"
 
 
 def test_a_core_that_is_runnable_or_uses_cpu_is_starved_until_a_far_limit() -> None:

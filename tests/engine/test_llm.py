@@ -13,13 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import RequestsFailed, StructuredOutputs, StructuredOutputsParams
+from penstock import RequestsFailed
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import StepResult
-from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle_engine import oracle_llm
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
@@ -91,23 +90,6 @@ def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path) -> N
     assert sample(seed=5) == sample(seed=5) != sample(seed=6)
     assert len(set(map(tuple, sample(seed=5)))) == 4
     assert sample() != sample()
-
-
-def test_sampling_parameters_take_structured_outputs_as_a_dictionary_and_are_cloned() -> None:
-    params = SamplingParams(structured_outputs=cast(Any, {"regex": "[0-9]+"}))
-    assert params.structured_outputs == StructuredOutputs(regex="[0-9]+") == StructuredOutputsParams(regex="[0-9]+")
-    assert params.clone() == params and params.clone() is not params
-    with pytest.raises(InvalidRequest, match="structured_outputs: .*regexp"):
-        SamplingParams(structured_outputs=cast(Any, {"regexp": "[0-9]+"}))
-
-
-def test_tools_are_shown_where_the_template_knows_none(folder: Path) -> None:
-    with oracle_llm(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
-        llm.tokenizer, llm.template = byte_tokenizer(), line_template()
-        messages = [{"role": "user", "content": "hi"}]
-        tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-        (result,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
-        assert b'"name": "weather"' in bytes(result.prompt_token_ids)
 
 
 def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path) -> None:
@@ -244,13 +226,6 @@ def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[st
         llm.generate([[1]], SamplingParams(**given), use_tqdm=False)
 
 
-def test_prompts_and_adapters_of_another_type_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt: bytes given; a text or a list of token ids"):
-        llm.generate([cast("Any", array("i", [1, 2**30]).tobytes())], GREEDY, use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="lora_request: str given; a LoRARequest"):
-        llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=cast("Any", "x"))
-
-
 def test_none_among_parameters_stands_for_those_of_the_models_authors(llm: LLM) -> None:
     longer = msgspec.structs.replace(GREEDY, max_tokens=3)
     mixed = llm.generate([[1], [1]], [longer, None], use_tqdm=False)
@@ -264,15 +239,6 @@ def test_the_prompts_logprobs_of_one_token_are_none_for_it(llm: LLM) -> None:
     (result,) = llm.generate([[1]], params, use_tqdm=False)
     assert result.prompt_logprobs == [None]
     assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].prompt_logprobs is None
-
-
-def test_a_salt_or_a_limit_of_another_type_is_refused_and_the_engine_lives(llm: LLM, folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"prompt.cache_salt: int given; a text is expected"):
-        llm.generate([{"prompt_token_ids": [5], "cache_salt": cast("Any", 7)}], GREEDY)
-    assert llm.generate([[5]], GREEDY)[0].outputs[0].token_ids
-    for wrong in (-1, "x"):
-        with pytest.raises(ValueError, match="max_logprobs: .* given; a whole number from 0 is expected"):
-            oracle_llm(folder, max_logprobs=wrong)
 
 
 def test_numpys_floats_reach_the_executor_as_floats() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.config import SpeculativeConfig
-from penstock.executor.protocol import GroupInfo, Part, SleepLevel, WeightsError
+from penstock.executor.protocol import GroupInfo, Part, WeightsError
 from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import hardest
@@ -59,26 +59,6 @@ def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "o
     rig.ask("alone", max_tokens, prompt)
     rig.run()
     return rig.tokens("alone")
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("host_slots", [0, 16], ids=["device", "with a tier"])
-def test_after_an_update_no_block_of_other_weights_is_hit(tmp_path: Path, groups: str, host_slots: int) -> None:
-    rig = Rig(groups, host_slots)
-    paths = [None, content_folder(tmp_path, "a"), content_folder(tmp_path, "b"), content_folder(tmp_path, "a")]
-    for turn, path in enumerate(paths):
-        before = rig.core.info.fingerprint
-        if path is not None:
-            rig.update(path)
-            assert rig.core.info.fingerprint != before and rig.core.scheduler.info is rig.core.info
-        for again in range(2):
-            rig.ask(f"{turn}.{again}")
-            rig.run()
-            assert rig.tokens(f"{turn}.{again}") == fresh(path, PROMPT, 12, groups)
-        if turn < 3:  # the fourth may find in the host what the second computed with the same weights
-            assert rig.num_cached(f"{turn}.0") == 0
-        assert (rig.num_cached(f"{turn}.1")) > 0
-        assert set(rig.versions(f"{turn}.0")) == {turn}
 
 
 @pytest.mark.parametrize("drafts", [None, SpeculativeConfig(method="ngram")], ids=["plain", "with drafts"])
@@ -186,52 +166,6 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         for name in names:
             assert rig.tokens(name) == expected and rig.end(name) == "length"
         assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
-
-
-def test_what_came_during_a_wait_can_be_aborted_and_a_resume_ends_the_wait() -> None:
-    rig = Rig()
-    rig.ask("a")
-    rig.step()
-    rig.pauses.pause("wait")
-    rig.ask("late")
-    rig.ask("other")
-    aborted = rig.core.abort("late")
-    assert aborted is not None and aborted.finish_reason == "abort"
-    rig.pauses.resume()
-    assert not rig.pauses.is_pausing and not rig.pauses.is_paused
-    rig.run()
-    assert rig.tokens("other") == rig.tokens("a") == fresh(None, PROMPT, 12) and rig.outputs["late"] == []
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_sleeps_under_load_and_goes_on(tmp_path: Path, level: SleepLevel) -> None:
-    rig, path = Rig(host_slots=16), content_folder(tmp_path, "a")
-    rig.ask("kept")
-    rig.step(4)
-    with pytest.raises(WeightsError, match="sleep: the engine runs; pause comes first"):
-        rig.pauses.sleep(level)
-    rig.keep(*rig.pauses.pause("keep"))
-    rig.pauses.sleep(level)
-    assert rig.pauses.state.asleep == ALL and rig.core.scheduler.pool.num_cached == 0
-    with pytest.raises(WeightsError, match="sleep: the engine sleeps already"):
-        rig.pauses.sleep(level)
-    with pytest.raises(WeightsError, match="resume: the engine sleeps, without weights and kv_cache"):
-        rig.pauses.resume()
-    rig.ask("came")
-    if level == 2:
-        with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
-            rig.pauses.wake(ALL)
-        rig.pauses.wake(["weights"])
-        rig.update(path)
-    rig.pauses.wake(["kv_cache"] if level == 2 else ALL)
-    rig.pauses.resume()
-    rig.run()
-    tokens, num_old = rig.tokens("kept"), rig.versions("kept").count(0)
-    now = path if level == 2 else None
-    assert tokens[:num_old] == fresh(None, PROMPT, 12)[:num_old]
-    if level == 2:
-        assert tokens[num_old:] == fresh(path, PROMPT + tokens[:num_old], 12 - num_old)
-    assert rig.tokens("came") == fresh(now, PROMPT, 12)
 
 
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:

@@ -5,14 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from penstock.engine.front.submit import KvTransfer, begin_answer
 from penstock.engine.messages import Submit
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.tiers.transfers import RankTransfers
 from tests.support.flaky_store import FlakyStore
 from tests.support.peer_rig import free_addresses, until
@@ -146,23 +143,6 @@ def test_after_a_reset_nothing_from_before_is_given_to_peers() -> None:
         a.settle()
         until(lambda: len(peers_of(b)[0]) == 0, "it is all gone")
         assert b.cached("warm", PROMPT) == 0
-
-
-def test_a_request_may_name_no_peer_but_those_of_the_operator() -> None:
-    with worlds({}, {}) as (_, b):
-        params = SamplingParams(max_tokens=1)
-        known = name_of_peer(b).removeprefix("peer ")
-
-        def make(peer: str) -> list[Submit]:
-            info = b.executor.info
-            transfer = KvTransfer(peer, 3.0)
-            return [*begin_answer("r", b"\1\0\0\0", params, info, None, Mock(), kv_transfer=transfer).messages]
-
-        (message,) = make(known)
-        assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)
-        for peer in ("169.254.169.254:80", "disk", "", f"peer {known}"):
-            with pytest.raises(InvalidRequest, match="kv_transfer_params.peer: .* not a --kv-peer of this engine"):
-                make(peer)
 
 
 def storm(seed: int, num_steps: int) -> dict[str, int]:

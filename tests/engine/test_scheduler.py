@@ -176,18 +176,6 @@ def test_random_worlds_keep_every_invariant_and_every_token(seeds: range) -> Non
     assert_reached((storm(seed, num_steps=500) for seed in seeds), wanted, len(seeds) / 40)
 
 
-def test_a_prompt_that_is_computed_again_changes_no_log_probabilities_that_were_sent() -> None:
-    world = World(max_num_batched_tokens=8, max_in_flight=1)
-    world.submit(submit("a", list(range(16)), sampling=Sampling(temperature=0.0, prompt_logprobs=1)))
-    while not world.outputs["a"]:
-        world.step()
-    found = world.outputs["a"][0].prompt_logprobs
-    expected = list(found or [])
-    world.scheduler._preempt(next(iter(world.scheduler.running)))
-    world.step()
-    assert len(expected) == 15 and found == expected
-
-
 def test_a_prompt_that_is_preempted_half_way_has_each_log_probability_once() -> None:
     world = World(max_num_batched_tokens=8, max_in_flight=1)
     world.submit(submit("a", list(range(16)), sampling=Sampling(temperature=0.0, prompt_logprobs=1)))

@@ -58,11 +58,6 @@ def basic(llm: LLM) -> None:
         assert output.prompt_token_ids == list(prompt.encode())
 
 
-def single_prompt(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 5 and output.outputs[0].finish_reason == "length"
-
-
 def token_ids(llm: LLM) -> None:
     ids: list[list[int]] = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     one = llm.generate(ids[0], SamplingParams(temperature=0))
@@ -79,12 +74,6 @@ def dictionaries(llm: LLM) -> None:
     assert len(llm.generate({"prompt": PROMPTS[0], "multi_modal_data": None})) == 1
     assert len(llm.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]))) == 1
     assert len(llm.generate([TextPrompt(prompt="a"), TextPrompt(prompt="b")])) == 2
-
-
-def several_choices(llm: LLM) -> None:
-    params = SamplingParams(n=3, temperature=1.0, top_k=40, min_p=0.0, seed=1, max_tokens=4)
-    (output,) = llm.generate(PROMPTS[0], params)
-    assert [choice.index for choice in output.outputs] == [0, 1, 2]
 
 
 def log_probabilities(llm: LLM) -> None:
@@ -106,6 +95,9 @@ def chat(llm: LLM) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     several = llm.chat([CHAT, parts], SamplingParams(max_tokens=4), use_tqdm=True, lora_request=None)
     assert len(several) == 2
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    (shown,) = llm.chat(CHAT, SamplingParams(max_tokens=4), tools=[tool])
+    assert b'"name": "weather"' in bytes(shown.prompt_token_ids), "the template knows no tools"
 
 
 def defaults(llm: LLM) -> None:
@@ -137,14 +129,6 @@ def structured(llm: LLM) -> None:
     assert llm.generate("A year:", params)[0].outputs[0].text.isdigit()
 
 
-def prefix_caching(llm: LLM) -> None:
-    prefix = "You are an expert school principal, skilled in effectively managing faculty and staff. " * 2
-    llm.generate(prefix + PROMPTS[0], SamplingParams(max_tokens=1))
-    outputs = llm.generate([prefix + prompt for prompt in PROMPTS], SamplingParams(max_tokens=1))
-    assert all(output.num_cached_tokens >= 160 for output in outputs)
-    assert llm.reset_prefix_cache()
-
-
 def progress(llm: LLM) -> None:
     bars: list[Any] = []
 
@@ -171,8 +155,8 @@ def penalties(llm: LLM) -> None:
 
 
 SCRIPTS = (
-    *(basic, single_prompt, token_ids, dictionaries, several_choices, log_probabilities, chat),
-    *(defaults, own_template, structured, prefix_caching, progress, penalties),
+    *(basic, token_ids, dictionaries, log_probabilities, chat, defaults, own_template, structured, progress),
+    penalties,
 )
 
 
@@ -191,6 +175,7 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
     "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
     "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "lora_request"),  # type: ignore[call-arg]
+    "an adapter's name": (lambda llm: llm.generate("a", lora_request="x"), InvalidRequest, "str given; a LoRARequest"),  # type: ignore[arg-type]
     "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "prompt_token_ids"),  # type: ignore[call-arg]
     "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "pooling_params"),  # type: ignore[call-arg]
     "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),  # type: ignore[call-arg]
@@ -218,6 +203,9 @@ def test_options_of_a_script_are_taken_or_refused_by_name(folder: Path) -> None:
         assert llm.generate("a", SamplingParams(logprobs=30, max_tokens=1))[0].outputs[0].logprobs is not None
         with pytest.raises(InvalidRequest, match="30"):
             llm.generate("a", SamplingParams(logprobs=31, max_tokens=1))
+    for wrong in (-1, "x"):
+        with pytest.raises(ValueError, match="max_logprobs: .* given; a whole number from 0 is expected"):
+            loaded(folder, max_logprobs=wrong)
 
 
 def test_a_deleted_model_is_gone(folder: Path) -> None:

@@ -54,34 +54,6 @@ def test_drafts_end_where_a_checkpoint_is_due_and_it_is_found() -> None:
     assert found[0] == found[1] and {0, 12, 24, 36, 48} <= set(found[1])
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_an_abort_and_a_preemption_with_drafts_in_flight_leave_nothing(in_flight: int) -> None:
-    for steps in range(1, 16):
-        for is_aborted in (True, False):
-            world = World(max_in_flight=in_flight, drafts=NGRAM, groups=GROUPS)
-            message = submit("a", [7] * 5, max_tokens=40, sampling=EITHER)
-            world.submit(message)
-            for _ in range(steps):
-                world.step()
-            if is_aborted:
-                world.scheduler.schedule()
-                world.abort("a")
-                world.scheduler.check()
-                assert world.scheduler.stats().num_used_blocks == 0
-                continue
-            step = world.scheduler.schedule()
-            if step is not None:
-                world.executor.submit(step)
-            (request,) = world.scheduler.running
-            world.scheduler._preempt(request)
-            world.scheduler.check()
-            assert world.scheduler.stats().num_used_blocks == 0
-            while world.scheduler.in_flight:
-                world.collect()
-            world.run()
-            assert world.tokens("a") == alone(message, groups=GROUPS)[0]
-
-
 SHAPES: list[tuple[GroupInfo, ...]] = [
     (FULL, STATE),
     (FULL, GroupInfo("state", pages=1)),

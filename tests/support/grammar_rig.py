@@ -1,6 +1,5 @@
 """A vocabulary of bytes, and an engine core over the oracle executor that answers within grammars."""
 
-import random
 import re
 from typing import Any
 
@@ -62,11 +61,3 @@ WANTED: list[tuple[StructuredOutputs, re.Pattern[str]]] = [
     (StructuredOutputs(json={"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3}), re.compile(r"(?s)\[.*\]")),
     (StructuredOutputs(grammar='start: "x" /[0-9]{1,4}/ ("," "y")?'), re.compile("x[0-9]{1,4}(,y)?")),
 ]
-
-
-def random_request(rng: random.Random, number: int) -> tuple[Submit, re.Pattern[str] | None]:
-    wanted, pattern = rng.choice([*WANTED, (None, None)])
-    shared = random.Random(rng.randrange(3)).choices(range(32, 120), k=30)
-    sampling = Sampling(temperature=rng.choice([0.0, 1.5]), seed=rng.randrange(100), stop_ids=(EOS,))
-    prompt = shared[: rng.randint(1, 30)]
-    return submit(f"r{number}", prompt, wanted, rng.choice([3, 60]), sampling=sampling), pattern

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,22 +102,10 @@ def test_a_file_that_cannot_be_used_is_named_with_the_place(
         samples("--dataset-name", name, "--dataset-path", str(path), count=count)
 
 
-def gaps(rate: float, count: int = 20_000) -> list[float]:
-    times = arrival_times(count, rate, random.Random(1))
-    return [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
-
-
-def test_the_mean_rate_is_exact_and_time_never_goes_back() -> None:
-    times = arrival_times(500, 25.0, random.Random(3))
-    assert times[-1] == pytest.approx(20.0)
-    assert times == sorted(times) and times[0] > 0
-
-
-def test_arrivals_are_a_poisson_process() -> None:
-    beyond = sum(gap > 0.1 for gap in gaps(10.0)) / 20_000
+def test_arrivals_are_a_poisson_process_of_an_exact_rate_that_its_seed_repeats() -> None:
+    times = arrival_times(20_000, 10.0, random.Random(1))
+    assert times[-1] == pytest.approx(2000.0) and times == sorted(times) and times[0] > 0
+    beyond = sum(later - earlier > 0.1 for earlier, later in pairwise([0.0, *times])) / 20_000
     assert beyond == pytest.approx(math.exp(-1), rel=0.05)
-
-
-def test_a_seed_gives_the_same_times_again() -> None:
     assert arrival_times(9, 5, random.Random(7)) == arrival_times(9, 5, random.Random(7))
     assert arrival_times(9, 5, random.Random(7)) != arrival_times(9, 5, random.Random(8))

@@ -46,29 +46,34 @@ def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}}
 
 
-def test_a_completion_is_timed_from_its_first_piece_to_its_last() -> None:
-    outcome = reply_to(text("a"), text("b"), text("c", "length"), USAGE, "[DONE]")
-    assert outcome.error == ""
-    assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (1.0, [1.0, 1.0], 3.0)
-    assert (outcome.prompt_len, outcome.output_len) == (7, 4), "the server's counts, not the number of pieces"
-    assert outcome.text == "abc"
-
-
-def test_a_chats_role_and_its_bare_end_are_not_tokens() -> None:
-    events = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"), USAGE]
+@pytest.mark.parametrize(
+    ("events", "ttft_s", "itls_s", "latency_s"),
+    [
+        ([text("a"), text("b"), text("c", "length"), USAGE], 1.0, [1.0, 1.0], 3.0),
+        (
+            # A chat's role and its bare end are no tokens.
+            [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"), USAGE],
+            *(2.0, [1.0], 4.0),
+        ),
+        ([text(""), text("é"), text("", "length"), USAGE], 1.0, [1.0], 3.0),  # the first is half a character
+    ],
+)
+def test_an_answer_is_timed_from_its_first_token_to_its_last(
+    events: list[Any], ttft_s: float, itls_s: list[float], latency_s: float
+) -> None:
     outcome = reply_to(*events, "[DONE]")
-    assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (2.0, [1.0], 4.0)
+    assert outcome.error == "" and (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (ttft_s, itls_s, latency_s)
+    assert (outcome.prompt_len, outcome.output_len) == (7, 4), "the server's counts, not the number of pieces"
+    choices = [choice for event in events for choice in event["choices"]]
+    assert outcome.text == "".join(
+        choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices
+    )
 
 
 @pytest.mark.parametrize("field", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{"index": 0}]}])
 def test_reasoning_and_tool_calls_are_tokens_too(field: dict[str, Any]) -> None:
     outcome = reply_to(delta(role="assistant"), delta(**field), delta("stop", content="x"), "[DONE]")
     assert (outcome.ttft_s, outcome.output_len) == (2.0, 2)
-
-
-def test_a_token_whose_characters_are_incomplete_is_a_token() -> None:
-    outcome = reply_to(text(""), text("é"), text("", "length"), "[DONE]")
-    assert (outcome.ttft_s, outcome.itls_s, outcome.latency_s) == (1.0, [1.0], 3.0)
 
 
 @pytest.mark.parametrize(("details", "num_cached"), [(None, 0), ({"cached_tokens": 8}, 8)])

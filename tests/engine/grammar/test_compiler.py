@@ -1,19 +1,26 @@
-"""Compiling in threads: what is kept, what is refused, and that no grammar brings the process down."""
+"""Compiling in threads: what is kept, what is refused, and that no grammar brings the process down; a hundred tools of the
+size that MCP servers have stay within the limits."""
 
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from penstock.engine.grammar import compiler as compiler_module
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.compiler import LIMITS, Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
+from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
+from tests.support.call_writers import FORMS
 from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import vocabulary
-from tests.support.refusals import cases
+from tests.support.refusals import cases, hardest
 from tests.support.running_server import until
 
 COMPILER = Compiler(vocabulary)
@@ -126,6 +133,28 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
 
 
 def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:
-    for grammar in ("start: a\na: a", "start: A\nA: /a/ & /b/"):
+    for endless in ("start: a\na: a", "start: A\nA: /a/ & /b/"):
         with pytest.raises(GrammarRefused, match="no text at all can keep to it"):
-            compile_within_limits(COMPILER, grammar_source(StructuredOutputs(grammar=grammar)))
+            compile_within_limits(COMPILER, grammar_source(StructuredOutputs(grammar=endless)))
+
+
+NUM_TOOLS = 100
+PROPERTIES: dict[str, Any] = json.loads(Path(__file__).with_name("many_tools.json").read_text())
+ABOUT = "What the server does with it, in a sentence or two, as the descriptions of real servers have them. " * 3
+
+
+def parameters(number: int) -> dict[str, Any]:
+    properties = {**PROPERTIES, f"cursor_{number}": {"type": ["string", "null"], "format": "cursor"}}
+    described = {name: {**schema, "description": ABOUT} for name, schema in properties.items()}
+    return {"type": "object", "properties": described, "required": ["owner", "repo"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("is_strict", hardest([False, True], True))
+@pytest.mark.parametrize("must", hardest([False, True], False))
+@pytest.mark.parametrize("name", hardest(FORMS, "hermes", "qwen3_coder", "gemma4", "deepseek_v3", "llama3_json"))
+def test_a_hundred_tools_of_a_realistic_size_compile(name: str, must: bool, is_strict: bool) -> None:
+    tools = [ToolSpec(f"mcp_server_{number}_call", parameters(number), is_strict) for number in range(NUM_TOOLS)]
+    source = grammar({}, Calls(FORMS[name], tools, must, many=True))
+    assert len(source) <= MAX_GRAMMAR_CHARS
+    compiled = LLMatcher(vocabulary().backend, source, log_level=0, limits=LLParserLimits(**LIMITS))
+    assert not compiled.is_error(), compiled.get_error()[:300]

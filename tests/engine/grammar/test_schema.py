@@ -1,4 +1,4 @@
-"""JSON schemas: what their grammars accept, and which schemas are refused with which reason."""
+"""What the grammars of JSON schemas and of the other forms accept, and which are refused with which reason."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
 from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import COMPILER, accepts, matcher
 from tests.support.refusals import table
@@ -56,24 +56,35 @@ def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_sa
         matcher(regex="a", coerce_one_of=True)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [{"enum": []}, {"enum": [1], "type": "string"}, {"required": ["a"], "properties": {"a": False}, "type": "object"}],
-)
-def test_a_schema_that_nothing_keeps_to_is_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises((GrammarRefused, InvalidRequest)):
-        matcher(json=schema)
-
-
-@pytest.mark.parametrize("pattern", [r"\b", r"(a)\1", "a(?!b)", "a(?<=b)", "[b-a]", "[a", "a\\", r"\k<a>", r"\ud800"])
-def test_a_pattern_that_cannot_be_followed_is_refused(pattern: str) -> None:
-    with pytest.raises((GrammarRefused, InvalidRequest)):
-        matcher(json={"type": "string", "pattern": pattern})
-
-
 def test_a_keyword_of_any_shape_is_taken_or_refused_but_breaks_nothing() -> None:
     rng = random.Random(5)
     for _ in range(1000):
         inner = {rng.choice(KEYWORDS): rng.choice(ODD_VALUES) for _ in range(3)}
         schema = {**inner, rng.choice(KEYWORDS): rng.choice([inner, [inner, inner], {"a": inner}])}
         assert prepared(schema, "field")
+
+
+# form, what it accepts whole, what it does not
+CORPUS: list[Any] = json.loads(Path(__file__).with_name("source.json").read_text())["corpus"]
+
+
+@pytest.mark.parametrize(("form", "good", "bad"), CORPUS)
+def test_a_form_accepts_its_answers_and_no_others(form: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    for text in good:
+        assert accepts(matcher(**form), text), text
+    for text in bad:
+        assert not accepts(matcher(**form), text), text
+
+
+def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    assert accepts(matcher(json=schema), '{\n\t"name": "Ann"\n}')
+    assert not accepts(matcher(json=schema), '{  "name": "Ann"}')
+    assert not accepts(matcher(json=schema), '{\n\n"name": "Ann"}')
+
+
+@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH))
+def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        grammar_source(StructuredOutputs(**form))
+    assert caught.value.field == field

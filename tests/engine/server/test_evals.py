@@ -10,7 +10,7 @@ import torch
 
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, engine_of, events, running
+from tests.support.running_server import MODEL, Running, engine_of, running
 from tests.support.small_models import SIZES, random_model
 
 LIMIT = 96
@@ -95,15 +95,6 @@ def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(
     assert found == pytest.approx(expected(model, longest[:1], longest[1:])[0], abs=1e-2)
     refused = scored.post("/v1/completions", asked([[*longest, 7]], max_tokens=num_written))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
-
-
-@pytest.mark.slow
-def test_a_length_of_nothing_streams_the_prompt_and_is_refused_in_a_chat(scored: Running) -> None:
-    pieces = events(scored.post("/v1/completions", asked("some words", max_tokens=0, stream=True)))
-    assert [piece["choices"][0]["text"] for piece in pieces] == ["some words"]
-    assert len(pieces[0]["choices"][0]["logprobs"]["tokens"]) == len("some words")
-    refused = scored.chat(max_tokens=0)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 
 
 def test_the_harness_may_tokenize_here(server: Running) -> None:

@@ -1,4 +1,4 @@
-"""The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many."""
+"""The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many; and resets."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -12,13 +12,14 @@ from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http import kv_stream
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
 from penstock.engine.messages import CacheUpdate
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import cases
-from tests.support.running_server import Running, started, until
+from tests.support.running_server import Running, running, started, until
 
 
 class Follower:
@@ -176,3 +177,22 @@ def test_a_listener_that_leaves_without_a_word_is_forgotten(server: Running) -> 
         pass
     server.complete("anything else", max_tokens=1)
     until(lambda: not server.app.kv_events._listeners)
+
+
+def test_an_idle_server_resets_its_cache_and_a_busy_one_says_409(server: Running) -> None:
+    def cached() -> int:
+        usage = server.complete(list(range(40)), max_tokens=1).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert (cached(), cached()) == (0, 32)  # blocks of 16
+    assert server.post("/reset_prefix_cache", {}).json() == {"status": "reset"}
+    assert cached() == 0
+    engine = FakeEngine()
+    engine.hold = True
+    with running(engine) as busy:
+        generation = busy.call(lambda: engine.generate([1, 2, 3], SamplingParams(detokenize=False)))
+        answer = busy.post("/reset_prefix_cache", {})
+        assert answer.status_code == 409 and "try again" in answer.json()["error"]["message"]
+        busy.call(generation.abort)
+        until(lambda: len(engine.answers) == 0)
+        assert busy.post("/reset_prefix_cache", {}).status_code == 200

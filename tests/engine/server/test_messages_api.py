@@ -11,20 +11,12 @@ import pytest
 from penstock.engine.front.answer import Update
 from penstock.engine.server.agents.events import write
 from penstock.engine.server.tool_choice import ReadingPlan
-from tests.support.running_server import MODEL, Running, events, running
+from tests.support.running_server import MODEL, Running, events
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-
-
-def package() -> Any:
-    return pytest.importorskip("anthropic", reason="the package anthropic is not installed")
-
-
-def client_of(qwen: Running, **options: Any) -> Any:
-    return package().Anthropic(base_url=qwen.url, max_retries=0, **{"api_key": "unused", **options})
 
 
 def post(qwen: Running, **fields: Any) -> httpx.Response:
@@ -35,51 +27,26 @@ def post(qwen: Running, **fields: Any) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_the_package_reads_an_answer_whole_and_streamed(qwen: Running) -> None:
-    with client_of(qwen) as client:
-        message = client.messages.create(model=MODEL, max_tokens=100, system="Be brief.", messages=HI)
-        assert (message.content[0].text, message.stop_reason, message.model) == ("Hello.", "end_turn", MODEL)
-        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(qwen.engine.submitted[-1][0])
-        assert message.usage.output_tokens == 7
-        assert client.messages.count_tokens(model=MODEL, system="Be brief.", messages=HI).input_tokens == len(
-            qwen.engine.submitted[-1][0]
-        )
-        with client.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
-            assert "".join(stream.text_stream) == "Hello."
-            assert stream.get_final_message().stop_reason == "end_turn"
-
-
-@pytest.mark.slow
-def test_the_package_sends_calls_and_their_results_back(qwen: Running) -> None:
+def test_the_package_reads_answers_and_errors_and_sends_calls_and_their_results_back(qwen: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
     qwen.engine.reply = CALLED
-    with client_of(qwen) as client:
-        asked = {"model": MODEL, "max_tokens": 500, "tools": [TOOL]}
+    with anthropic.Anthropic(base_url=qwen.url, max_retries=0, api_key="unused") as client:
+        asked = {"model": MODEL, "max_tokens": 500, "tools": [TOOL], "system": "Be brief."}
         for message in (client.messages.create(messages=HI, **asked), streamed(client, messages=HI, **asked)):
             thought, text, call = message.content
             assert (thought.thinking, thought.signature, text.text) == ("Hm.", "unsigned", "Look.")
             assert (call.name, call.input) == ("weather", {"city": "Ulm"})
-            assert message.stop_reason == "tool_use"
+            assert (message.stop_reason, message.model) == ("tool_use", MODEL)
+        num_prompt = len(qwen.engine.submitted[-1][0])
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == num_prompt
+        del asked["max_tokens"]
+        assert client.messages.count_tokens(messages=HI, **asked).input_tokens == num_prompt
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}
         turn = {"role": "user", "content": [result, {"type": "text", "text": "And?"}]}
-        client.messages.create(messages=[*HI, {"role": "assistant", "content": message.content}, turn], **asked)
-    assert '{"city": "Ulm"}' in qwen.prompt
-    assert "<tool_response>\n7\n</tool_response>" in qwen.prompt and "And?" in qwen.prompt
-
-
-def streamed(client: Any, **asked: Any) -> Any:
-    with client.messages.stream(**asked) as stream:
-        return stream.get_final_message()
-
-
-@pytest.mark.slow
-def test_errors_are_the_packages_own(qwen: Running) -> None:
-    anthropic = package()
-    with running(api_keys=("sk-right",)) as guarded, client_of(guarded, api_key="sk-wrong") as client:
-        with pytest.raises(anthropic.AuthenticationError):
-            client.messages.create(model=MODEL, max_tokens=9, messages=HI)
-        with client.with_options(api_key="sk-right") as right:
-            assert right.messages.create(model=MODEL, max_tokens=3, messages=HI).stop_reason == "max_tokens"
-    with client_of(qwen) as client:
+        history = [*HI, {"role": "assistant", "content": message.content}, turn]
+        client.messages.create(messages=history, max_tokens=500, **asked)
+        assert '{"city": "Ulm"}' in qwen.prompt
+        assert "<tool_response>\n7\n</tool_response>" in qwen.prompt and "And?" in qwen.prompt
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(model="other", max_tokens=9, messages=HI)
         qwen.engine.fail_next = "out of blocks"
@@ -88,6 +55,11 @@ def test_errors_are_the_packages_own(qwen: Running) -> None:
                 streamed(client, model=MODEL, max_tokens=9, messages=HI)
         finally:
             qwen.engine.fail_next = None
+
+
+def streamed(client: Any, **asked: Any) -> Any:
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
 
 
 # Without it.

@@ -32,18 +32,6 @@ def samples(server: Running) -> dict[str, float]:
     return found
 
 
-def test_the_names_are_those_of_existing_dashboards(server: Running) -> None:
-    names = {name.partition("{")[0] for name in samples(server)}
-    dashboards = """
-        num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
-        prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total
-        request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
-        e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prompt_tokens_bucket
-        request_generation_tokens_bucket iteration_tokens_total_bucket
-    """
-    assert names >= {"process_resident_memory_bytes", *(f"vllm:{name}" for name in dashboards.split())}
-
-
 def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     server.engine.stats = Stats(
         num_running=3,
@@ -78,8 +66,8 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     assert drafts == [3, 12, 9]
 
 
-def test_tiers_are_labelled_and_absent_without_any(server: Running) -> None:
-    assert not [name for name in samples(server) if "kv_tier" in name]
+def test_tiers_and_experts_are_labelled_and_absent_without_any(server: Running) -> None:
+    assert not [name for name in samples(server) if "kv_tier" in name or "expert" in name]
     tiers: dict[str, dict[str, float]] = {
         "host": {"hit_tokens": 32, "used_blocks": 5},
         "disk": {"hit_tokens": 16, "bytes_per_s": 1e9},
@@ -90,10 +78,6 @@ def test_tiers_are_labelled_and_absent_without_any(server: Running) -> None:
     assert seen["penstock:kv_tier_hit_tokens_total{tier=disk}"] == 16
     assert seen["penstock:kv_tier_used_blocks{tier=host}"] == 5
     assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
-
-
-def test_experts_are_listed_by_rank_and_by_expert_and_absent_without_any(server: Running) -> None:
-    assert not [name for name in samples(server) if "expert" in name]
     loads: dict[str, Any] = {
         "rank_load": array("f", [0.25, 0.75]).tobytes(),
         "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes(),

@@ -35,9 +35,10 @@ def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair: tup
     again = prefill.complete(**asked).json()
     assert cached(first) == 0 and cached(answer) == cached(again) == len(PROMPT) // 16 * 16
     assert answer["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
-    refused = decode.complete(**asked, kv_transfer_params={"peer": "169.254.169.254:80"})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params.peer"
-    assert "not a --kv-peer of this engine" in refused.json()["error"]["message"]
+    for wrong in ("169.254.169.254:80", "host", f"peer {address}"):
+        refused = decode.complete(**asked, kv_transfer_params={"peer": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params.peer", wrong
+        assert "not a --kv-peer of this engine" in refused.json()["error"]["message"]
 
 
 def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:

@@ -255,13 +255,6 @@ def test_a_dead_engine_is_a_503() -> None:
             assert refused(answer, 503) == "the core was killed"
 
 
-def test_an_engine_that_dies_meanwhile_ends_answers_with_503() -> None:
-    engine = FakeEngine(delay_s=0.01)
-    with running(engine) as server:
-        server.loop.call_soon_threadsafe(server.loop.call_later, 0.1, engine.die, "the core was killed")
-        assert refused(server.complete(max_tokens=900), 503) == "the core was killed"
-
-
 def test_a_bug_is_a_500_that_tells_the_client_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,15 +274,6 @@ def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
     assert echoed(b"a b\tc<script>\xff") == "abcscript"
     assert len(echoed(b"x" * 5000)) == 128
     assert len(echoed(b"\xff\xff")) == 32  # nothing is left, so it is ours
-
-
-def test_fields_that_gateways_put_into_every_body_are_taken_at_their_defaults(server: Running) -> None:
-    added = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False, "skip_special_tokens": True}
-    of_chats = {"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
-    assert server.complete(echo=False, **added).status_code == 200
-    assert server.chat(**added, **of_chats).status_code == 200
-    refused(server.complete(no_stop_trim=True), param="no_stop_trim")
-    refused(server.chat(separate_reasoning=False), param="separate_reasoning")
 
 
 def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:

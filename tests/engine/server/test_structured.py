@@ -1,9 +1,7 @@
 """Constrained answers over HTTP: the fields of OpenAI and vLLM, where objections point, and real answers."""
 
 import json
-import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 from benchmarks.export import save_tokenizer
 
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -101,18 +99,26 @@ def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(o
     assert [pieces[choice["index"]] for choice in choices] == [choice["message"]["content"] for choice in choices]
 
 
-def test_many_constrained_and_free_requests_run_side_by_side(oracle: Running) -> None:
-    def ask(number: int) -> None:
-        regex = f"[a-f]{{{number % 7 + 1}}}"
-        fields = {"structured_outputs": {"regex": regex}} if number % 4 else {}
-        answer = oracle.complete(f"prompt {number}", max_tokens=20, temperature=1, **fields).json()["choices"][0]
-        assert not fields or (answer["finish_reason"] == "stop" and re.fullmatch(regex, answer["text"])), answer
-
-    with ThreadPoolExecutor(32) as threads:
-        list(threads.map(ask, range(32)))
-
-
 def test_log_probabilities_cover_every_token_of_a_constrained_answer(oracle: Running) -> None:
     answer = oracle.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
     shown = "".join(entry["token"] for entry in answer["logprobs"]["content"])
     assert shown.startswith(answer["message"]["content"])
+
+
+def test_one_small_request_of_many_prompts_checks_its_fields_once(
+    oracle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of thousands of ids, checked and sorted for each of a thousand prompts, would hold the loop for seconds."""
+    checked: list[SamplingParams] = []
+    check = SamplingParams.check
+
+    def counted(params: SamplingParams, *given: int) -> None:
+        checked.append(params)
+        check(params, *given)
+
+    monkeypatch.setattr(SamplingParams, "check", counted)
+    lists = {"stop_token_ids": list(range(100)), "allowed_token_ids": list(range(100, 120))}
+    answer = oracle.complete([[number] for number in range(100)], max_tokens=5, temperature=1, **lists).json()
+    assert len(checked) <= 2  # once as a request, once by the engine
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(texts) == 100 and len(set(texts)) > 10, "each has a seed of its own"

@@ -2,17 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
-from tests.support.fake_engine import INFO, FakeEngine, line_template
+from tests.support.fake_engine import FakeEngine, line_template
 from tests.support.refusals import cases, table
 from tests.support.running_server import MODEL, Running, running
 
@@ -118,55 +116,31 @@ def test_optional_calls_of_a_tool_that_no_grammar_expresses_are_held_to_nothing(
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 
 
-def many_tools(**fields: Any) -> list[dict[str, Any]]:
-    """As many tools as an agent with several MCP servers has; together too large for one grammar."""
-    return [
-        tool(
-            name=f"mcp_tool_{place}",
-            parameters={
-                "properties": {f"time_{place}_{k}": {"type": "string", "format": "date-time"} for k in range(8)}
-            },
-            **fields,
-        )
-        for place in range(100)
-    ]
-
-
-@pytest.fixture
-def roomy() -> Iterator[Running]:
-    """A server with room for the text of many tools."""
-    engine = FakeEngine(info=msgspec.structs.replace(INFO, max_model_len=200_000))
-    engine.reply = "Hello."
-    with running(engine, template=ChatTemplate(QWEN3, {"bos_token": ""})) as started:
-        yield started
-
-
-def test_many_optional_tools_are_served_whatever_their_grammar(
-    roomy: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_optional_tools_are_served_whatever_their_grammar(
+    qwen: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
     async def refuse(grammar: str | None) -> str | None:
         return grammar and "too big"
 
-    monkeypatch.setattr(roomy.engine, "_refusal", refuse)
-    others = [*many_tools(), tool(name="other")]
+    monkeypatch.setattr(qwen.engine, "_refusal", refuse)
     for _ in range(2):
-        assert roomy.chat(messages=MESSAGES, tools=others).status_code == 200
-        assert grammar_of(roomy) is None
+        assert qwen.chat(messages=MESSAGES, tools=[tool(name="other")]).status_code == 200
+        assert grammar_of(qwen) is None
     assert caplog.text.count("held to no grammar: too big") == 1
-    roomy.engine.reply = SAID
-    message = roomy.chat(messages=MESSAGES, tools=[*TOOLS, *many_tools()]).json()["choices"][0]["message"]
+    qwen.engine.reply = SAID
+    message = qwen.chat(messages=MESSAGES, tools=[*TOOLS, tool(name="more")]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 2  # calls are read all the same
     # A grammar that the client asked for is still refused.
     variants: list[dict[str, Any]] = [
         {"tool_choice": "required"},
         {"response_format": form},
-        {"tools": many_tools(strict=True)},
+        {"tools": [tool(name="third", strict=True)]},
     ]
     for fields in variants:
-        asked = {"messages": MESSAGES, "tools": [*many_tools(), tool(name="third")], **fields}
-        assert roomy.chat(**asked).status_code == 400
+        asked = {"messages": MESSAGES, "tools": [tool(name="third")], **fields}
+        assert qwen.chat(**asked).status_code == 400
 
 
 # Reasoning.

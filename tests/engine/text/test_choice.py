@@ -41,27 +41,11 @@ def words(update: Update) -> tuple[str, str]:
     return update.text, "".join(map(chr, update.token_ids))
 
 
-def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() -> None:
-    one = choice(stop="END")
-    assert words(one.push(output("abE"))) == ("ab", "abE")
-    assert words(one.push(output("N"))) == ("", "N")
-    last = one.push(output("Dxyz"))
-    assert words(last) == ("", "D")
-    assert (last.finish_reason, last.stop_reason) == ("stop", "END")
-    assert not one.is_running
-
-
 def test_nothing_comes_after_the_end() -> None:
     one = choice(stop="x")
     one.push(output("x"))
     for later in (output("abc"), output("", "abort")):
         assert one.push(later) == Update(0)
-
-
-def test_a_stop_string_in_the_last_output_needs_no_abort() -> None:
-    one = choice(stop=["x"])
-    last = one.push(output("axb", "length"))
-    assert (*words(last), last.finish_reason, last.stop_reason) == ("a", "ax", "stop", "x")
 
 
 @pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
@@ -133,34 +117,6 @@ def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(ma
         assert result.token_ids == ids[: len(result.token_ids)]
         assert whole[:end] in tokenizer.decode(result.token_ids, skip_special_tokens=False)
     assert stopped > 1000
-
-
-def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[list[str], str | None, str]:
-    """What each push gave, the stop string, and what was held back at the end."""
-    text = StopStrings(stops, include)
-    given = []
-    for piece in pieces:
-        given.append(text.push(piece))
-        if text.found is not None:
-            return given, text.found, ""
-    return given, None, text.flush()
-
-
-@pytest.mark.parametrize(("stops", "pieces", "given", "found", "held"), cases(__file__, "stop strings"))
-def test_text_is_given_as_soon_as_it_cannot_become_a_stop_string(
-    stops: list[str], pieces: list[str], given: list[str], found: str | None, held: str
-) -> None:
-    assert run(stops, pieces) == (given, found, held)
-
-
-def test_a_string_that_ends_too_early_is_passed_over_but_may_begin_early() -> None:
-    text = StopStrings(["aba"])
-    assert text.push("xaba", may_stop=False) == "xab"
-    assert text.push("ba") == ""
-    assert text.found == "aba"
-    text = StopStrings(["xaby", "ab"])
-    assert text.push("xab", may_stop=False) == ""
-    assert (text.push("z"), text.found) == ("xabz", None)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:

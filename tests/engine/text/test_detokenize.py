@@ -55,15 +55,6 @@ def test_random_ids_stream_to_what_the_library_decodes_at_once(tokenizer: Tokeni
         assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), ids
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_real_text_streams_to_what_the_library_decodes_at_once(tokenizer: Tokenizer, skip: bool) -> None:
-    detokenizer = Detokenizer(tokenizer, special_ids(tokenizer))
-    rng = random.Random(1)
-    for text in samples.texts(200):
-        ids = tokenizer.encode(text).ids
-        assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), text
-
-
 def test_a_character_split_over_tokens_comes_when_it_is_complete() -> None:
     tokenizer = samples.byte_level()
     stream = Detokenizer(tokenizer, frozenset()).stream()

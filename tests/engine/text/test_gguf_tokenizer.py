@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, normalizers
 
 from penstock.engine.model_files import ModelError, ModelFiles
 from penstock.engine.text.gguf_tokenizer import SPLITS
@@ -18,7 +17,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.protocol import ExecutorError
 from tests.support import text_samples as samples
-from tests.support.default_file import default_file
 from tests.support.refusals import cases, table
 
 gguf = import_module("gguf")
@@ -83,31 +81,6 @@ def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -
         assert (load(path).encode("hello") == [len(tokens)]) == is_whole
 
 
-def test_the_default_model_tokenizes_as_published() -> None:
-    path = default_file()
-    metadata = GgufHeader(path).metadata
-    published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
-    ours = load(path)
-    for text in samples.texts(1000):
-        ids = ours.encode(text)
-        assert ids == published.encode(text).ids, text
-        assert ours.decode(ids, skip_special_tokens=False) == text
-    assert (ours.vocab_size, ours.eos_ids, ours.special_id("bos_token")) == (49152, frozenset({0, 2}), 1)
-    assert ours.encode("hello") == ours.encode("hello", add_special_tokens=False)
-
-
-def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> Backend:
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Backend(
-        models.BPE(vocab=vocab, merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens[:num_special]])
-    return tokenizer
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(tmp_path: Path, prefix: bool) -> None:
     ours = load(sentencepiece_file(tmp_path / "m.gguf", add_space_prefix=prefix))
@@ -145,36 +118,18 @@ def test_ends_are_added_as_the_file_says(
     assert tokenizer.encode("hello") == [*before, *plain, *after]
 
 
-def test_a_sentencepiece_file_that_does_not_say_gets_the_beginning_token(tmp_path: Path) -> None:
-    assert load(sentencepiece_file(tmp_path / "m.gguf")).encode("hello")[0] == 1
-
-
-def test_control_tokens_are_special_and_user_defined_ones_are_only_whole(tmp_path: Path) -> None:
-    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
+def test_kinds_of_tokens_ends_of_turns_and_templates_are_those_of_the_file(tmp_path: Path) -> None:
+    templates = {"chat_template": "{{ 1 }}", "chat_template__tool_use": "{{ 2 }}"}
+    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2", eot_token_id=1, **templates)
     tokenizer = load(path)
     assert tokenizer.special_ids == {0, 1, 2}
-    assert tokenizer.encode("<|im_start|><think>") == [1, tokens.index("<think>")]
+    assert tokenizer.encode("<|im_start|><think>") == [1, tokens.index("<think>")], "user-defined ones are whole"
     assert tokenizer.decode([1, tokens.index("<think>")]) == "<think>"
-
-
-def test_unused_tokens_have_no_text_but_count_in_the_vocabulary(tmp_path: Path) -> None:
-    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
-    tokenizer = load(path)
-    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.vocab_size == len(tokens), "unused tokens count"
     assert tokenizer.decode([tokens.index("[PAD0]")]) == ""
-
-
-def test_every_token_that_ends_a_turn_is_known(tmp_path: Path) -> None:
-    """<|endoftext|> and <|im_end|> end by name; a second id is named by its key."""
-    path, _, _ = byte_level_file(tmp_path / "m.gguf", "qwen2", eot_token_id=1)
-    assert load(path).eos_ids == {0, 1, 2}
-
-
-def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
-    path, _, _ = byte_level_file(
-        tmp_path / "m.gguf", "qwen2", chat_template="{{ 1 }}", chat_template__tool_use="{{ 2 }}"
-    )
-    assert load(path).chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    assert tokenizer.eos_ids == {0, 1, 2}, "<|endoftext|> and <|im_end|> end by name, a second id by its key"
+    assert tokenizer.chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    assert load(sentencepiece_file(tmp_path / "s.gguf")).encode("hello")[0] == 1, "where the file says nothing of it"
 
 
 @pytest.mark.parametrize(("changes", "sentence"), table(__file__, "vocabularies"))

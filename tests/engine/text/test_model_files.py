@@ -29,20 +29,13 @@ def gguf_file(path: Path) -> Path:
     return path
 
 
-def test_a_folder_is_named_by_its_last_part_and_carries_its_config(tmp_path: Path) -> None:
+def test_a_model_is_named_by_its_folder_or_by_the_stem_of_its_file(tmp_path: Path) -> None:
     files = resolve_model(str(hf_folder(tmp_path / "tiny", {"vocab_size": 7})))
     assert (files.name, files.path, files.kind, files.config) == ("tiny", tmp_path / "tiny", "hf", {"vocab_size": 7})
-
-
-def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path) -> None:
     files = resolve_model(str(gguf_file(tmp_path / "tiny.Q4.gguf")))
     assert (files.name, files.kind) == ("tiny.Q4", "gguf")
-
-
-def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
-    gguf_file(tmp_path / "weights.gguf")
     files = resolve_model(str(tmp_path))
-    assert (files.path.name, files.kind, files.name) == ("weights.gguf", "gguf", tmp_path.name)
+    assert (files.path.name, files.kind, files.name) == ("tiny.Q4.gguf", "gguf", tmp_path.name)
 
 
 def test_a_folder_with_several_gguf_files_is_refused_with_their_names(tmp_path: Path) -> None:

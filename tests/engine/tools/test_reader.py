@@ -7,7 +7,7 @@ import pytest
 from penstock.engine.text.tools.answer_reader import MAX_FALSE, AnswerReader
 from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
-from penstock.engine.text.tools.thinking import MISTRAL, THINK, Marks, Thinking
+from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.refusals import hardest
 from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
 from tests.support.written import BROKEN
@@ -43,20 +43,6 @@ def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in BAD if text.endswith("</tool_call>")])
 def test_a_call_behind_one_that_is_malformed_is_found(text: str) -> None:
     assert read([text + CALL["hermes"]], calls_of("hermes")) == ("", text, [WEATHER])
-
-
-@pytest.mark.parametrize("marks", [THINK, MISTRAL])
-@pytest.mark.parametrize("is_open", hardest([False, True], False))
-def test_every_cut_gives_the_same_answer_behind_reasoning(marks: Marks, is_open: bool) -> None:
-    for name in FORMATS:
-        for thought in (" \nHm, <thi </think [/THINK? \n", "", "\n"):
-            for closed in (marks.close, marks.close + "\n\n", ""):
-                text = ("" if is_open else f"\n{marks.open}") + thought + closed + CALL[name] + " "
-                thinking = Thinking(marks, is_open)
-                whole = read([text], calls_of(name), thinking)
-                assert not closed or whole == (thought.strip(), "", [WEATHER])
-                for pieces in cuts(text, 1)[1:]:
-                    assert read(pieces, calls_of(name), thinking) == whole
 
 
 @pytest.mark.parametrize("name", hardest(FORMATS, "hermes"))
