@@ -37,7 +37,7 @@ def shown(labels: LabelInfo, numbers: bytes) -> list[float]:
     """Return one number for each label: its probability, or the output of a regression model."""
     values = np.frombuffer(numbers, "<f4").astype(float)
     if labels.tokens is not None:
-        values = values[1:] - values[:1]  # the softmax of two logits is the sigmoid of their difference
+        values = values[1:2] - values[:1]  # the softmax of two logits is the sigmoid of their difference
     if labels.activation == "sigmoid":
         values = 1 / (1 + np.exp(-np.maximum(values, -700)))
     elif labels.activation != "identity":
