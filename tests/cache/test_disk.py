@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cache.tiers.disk.calls import SystemCalls
+from penstock.cache.tiers.disk.catalog import Catalog
 from penstock.cache.tiers.disk.directory import DirectoryInUse
 from penstock.cache.tiers.disk.keeper import TICK_S
 from penstock.cache.tiers.disk.record import cell_bytes
@@ -60,6 +61,19 @@ def test_the_oldest_give_way_and_the_tail_of_a_chain_goes_before_its_head(tmp_pa
         assert rig.tier.changes()[1] == [key_of(2)]
         assert rig.hits(0, 1) == 2
         rig.tier.check()
+
+
+def test_a_record_that_is_being_read_is_not_evicted() -> None:
+    catalog = Catalog(num_cells=2, num_backed=0)
+    for sequence, name in enumerate(("old", "new")):
+        cell = catalog.take(keep_free=False)
+        assert cell == sequence
+        catalog.publish(cell, key_of(name), sequence)
+    catalog.loading[0] += 1
+    assert catalog.take(keep_free=False) == 1 and list(catalog.cells) == [key_of("old")]
+    assert catalog.take(keep_free=False) is None
+    del catalog.loading[0]
+    assert catalog.take(keep_free=False) == 0
 
 
 def test_what_a_full_disk_evicts_is_told(tmp_path: Path) -> None:

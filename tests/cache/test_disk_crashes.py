@@ -313,6 +313,17 @@ def test_lost_torn_and_reordered_writes_are_misses(tmp_path: Path, schedules: in
     assert crash_and_reopen(tmp_path, schedules, seed=1) > schedules
 
 
+def test_after_a_crash_what_came_since_a_clean_close_is_found_by_looking(tmp_path: Path) -> None:
+    with Rig(tmp_path / "a", cells=16) as rig:
+        assert rig.store(*range(4)) == 4
+    with Rig(tmp_path / "a", cells=16) as rig:
+        assert rig.store(*range(4, 8)) == 4
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # as a crash would leave it
+    with Rig(tmp_path / "b", cells=16) as rig:
+        rig.finish_scan()
+        assert rig.hits(*range(8)) == 8
+
+
 def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from tests.support.disk_rig import Rig\n"

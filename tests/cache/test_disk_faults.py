@@ -185,6 +185,16 @@ def test_a_full_file_system_or_quota_stops_growth_and_not_the_tier(tmp_path: Pat
         rig.tier.check()
 
 
+def test_a_record_that_was_written_in_part_is_not_stored(tmp_path: Path) -> None:
+    calls = FaultyCalls()
+    with open_with(tmp_path, calls) as rig:
+        calls.faults.append(Fault(points=("writev",), short=True))
+        assert rig.store("a") == 0 and rig.tier.start_load(key_of("a"), rig.buffer()) is None
+        calls.faults.clear()
+        assert rig.store("a") == 1 and rig.hits("a") == 1
+        rig.tier.check()
+
+
 def test_a_slow_disk_drops_stores_instead_of_queueing_them(tmp_path: Path) -> None:
     calls = FaultyCalls(Fault(points=("writev",), delay_s=0.02))
     limits = DiskLimits(queue_s=0.1)

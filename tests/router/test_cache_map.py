@@ -68,6 +68,15 @@ def test_another_process_behind_the_same_address_starts_with_an_empty_cache() ->
     assert cached(placement, ids(1)) == {"r0": 0}
 
 
+def test_after_a_lost_event_the_next_one_counts_and_a_snapshot_is_needed() -> None:
+    placement, _ = fleet(1)
+    live(placement, "r0", ids(1))
+    assert not placement.needs_snapshot("r0")
+    placement.apply_events("r0", [Changes(2, "device", short_keys(ids(2)), b"")])
+    assert placement.needs_snapshot("r0") and placement.view()["r0"]["events_gaps"] == 1
+    assert cached(placement, ids(1)) == cached(placement, ids(2)) == {"r0": 160}
+
+
 def test_a_snapshot_in_parts_replaces_what_was_known() -> None:
     placement, _ = fleet(1)
     live(placement, "r0", ids(1))
@@ -130,7 +139,9 @@ def test_a_stream_may_name_as_many_keys_as_its_limit_and_others_keep_theirs() ->
     reserved = placement.metrics()["index_reserved_bytes"]
     forged = np.random.default_rng(2).integers(0, 2**64, 20_000, dtype=np.uint64).tobytes()
     placement.apply_events("r0", [Changes(1, "device", forged, b"")])
-    assert placement.view()["r0"]["cached_blocks"]["device"] == 2 * INFO.num_blocks + 1024
+    limit = 2 * INFO.num_blocks + 1024
+    assert placement.view()["r0"]["cached_blocks"]["device"] == limit
+    assert placement.view()["r0"]["keys_refused"] == 20_000 + 10 - limit
     assert cached(placement, ids(1))["r1"] == 160 and placement.metrics()["index_reserved_bytes"] == reserved
 
 
