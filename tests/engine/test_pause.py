@@ -168,6 +168,16 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
 
 
+def test_an_update_of_an_engine_that_sleeps_brings_its_weights_and_not_its_cache(tmp_path: Path) -> None:
+    rig = Rig()
+    rig.pauses.pause("keep")
+    rig.pauses.sleep(2)
+    rig.update(content_folder(tmp_path, "a"))
+    assert rig.pauses.asleep == ["kv_cache"] and rig.pauses.is_paused
+    rig.pauses.wake(["kv_cache"])
+    assert not (rig.pauses.asleep or rig.pauses.is_paused)
+
+
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
 
