@@ -129,6 +129,7 @@ def main(doc: str | None, name: str, *modes: Callable[..., Mapping[str, Any] | N
     options, and the first mode is the default. A mode that returns None records nothing."""
     named = {mode.__name__.replace("_", "-"): mode for mode in modes}
     mode, options = parse(doc, named)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # context managers end all that was started, stopped or not
     found = named[mode](**options)
     if found is not None:
         record(f"{name}-{mode}" if len(modes) > 1 else name, found)
