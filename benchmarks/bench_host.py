@@ -29,7 +29,7 @@ from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResul
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
-from penstock.executor.step.runner import Launched, ModelRunner
+from penstock.executor.step.runner import LaunchedStep, ModelRunner
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, PROMPT, LENGTH = 1000, 128, 4096
@@ -77,7 +77,7 @@ class NoDevice:
         model: Any = NoModel()
         pages: Any = None
         self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         config = ExecutorConfig(
             max_model_len=LENGTH,
             block_size=PAGE,

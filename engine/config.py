@@ -25,9 +25,9 @@ from penstock.engine.options import (
     converted,
     count,
     flag,
-    meant,
     options_of,
     size_bytes,
+    without_aliases,
 )
 from penstock.engine.vllm_options import add_ignored_options, nearest, split_ignored
 from penstock.executor.protocol import (
@@ -232,14 +232,17 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         why = REMOVED.get(name) or f"there is no such option{nearest(name, option_names())}"
         raise ConfigError(f"{name}: {why}")
     try:
-        given = meant(given, EngineOptions)
-        said = converted(given, EngineOptions)
-        values = {name: getattr(said, name) for name in given} | {"model": model_path, "kind": said.executor or "auto"}
+        given = without_aliases(given, EngineOptions)
+        options_given = converted(given, EngineOptions)
+        values = {name: getattr(options_given, name) for name in given} | {
+            "model": model_path,
+            "kind": options_given.executor or "auto",
+        }
         config = EngineConfig(
             executor=ExecutorConfig(**_those_of(ExecutorConfig, values)),
             scheduler=SchedulerConfig(**_those_of(SchedulerConfig, values)),
         )
-        _check_together(said, config)
+        _check_together(options_given, config)
         _check_peers(config.executor)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -250,7 +253,7 @@ def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, A
     return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_together(said: EngineOptions, config: EngineConfig) -> None:
+def _check_together(options_given: EngineOptions, config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
@@ -262,7 +265,7 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         (cached, scheduler.enable_prefix_caching, "enable_prefix_caching"),
     ):
         for name in names if not is_met else ():
-            if getattr(said, name):
+            if getattr(options_given, name):
                 raise ValueError(f"{name}: given; it requires {required}")
     if executor.kv_disk_path and not executor.kv_disk_bytes:
         raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")

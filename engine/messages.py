@@ -68,7 +68,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_lik
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
-    """Run a control operation between two steps. The core then answers with a `Controlled` of the same number.
+    """Run a control operation between two steps. The core then answers with a `ControlReply` of the same number.
 
     Pauses, sleep and weight updates are implemented in engine/core/pause.py.
     """
@@ -209,11 +209,11 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     asleep: tuple[Part, ...] = ()  # the parts whose memory was released
 
 
-class Controlled(msgspec.Struct, frozen=True, tag="controlled", array_like=True):
+class ControlReply(msgspec.Struct, frozen=True, tag="controlled", array_like=True):
     number: int
     state: EngineState
     error: str = ""  # if not empty, the operation was refused and nothing has changed
     adapter: AdapterInfo | None = None  # the adapter that was loaded
 
 
-FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | Controlled
+FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | ControlReply

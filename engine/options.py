@@ -211,7 +211,7 @@ def _parts(infos: list[Any]) -> list[Any]:
     return [part for each in infos for part in getattr(each, "types", [each])]
 
 
-def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
+def without_aliases(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
     """Rename keywords to field names and parse texts as the flags do, so that '8GiB' works in Python too."""
     found = dict(values)
     for option in options_of(kind):

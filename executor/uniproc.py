@@ -17,7 +17,7 @@ from penstock.executor.protocol import (
     StepResult,
 )
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.step.runner import Launched, ModelRunner
+from penstock.executor.step.runner import LaunchedStep, ModelRunner
 
 
 class UniprocExecutor:
@@ -37,7 +37,7 @@ class UniprocExecutor:
             )
         rank = Rank(config, RankGroup(), choose_device(config.device), progress, file)
         self.info, self._rank = rank.info, rank
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
 
     @property
     def _runner(self) -> ModelRunner:

@@ -263,7 +263,7 @@ class RouterApp:
             now_s = time.monotonic()
             self.metrics.loop_lag.observe(max(now_s - due_s, 0.0))
             for exchange in list(self.exchanges):
-                exchange.look(now_s, self.config.timeouts.response_s)
+                exchange.check_progress(now_s, self.config.timeouts.response_s)
             for replica in self.fleet.replicas.values():
                 replica.pool.sweep()
 

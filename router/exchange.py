@@ -66,8 +66,8 @@ class Exchange:
     """
 
     __slots__ = (
-        *("_answer", "_cached", "_fleet", "_group", "_is_whole", "_metrics", "_num_data"),
-        *("_num_lost", "_num_looked_at", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
+        *("_answer", "_cached", "_fleet", "_group", "_prefill_disabled", "_metrics", "_num_data"),
+        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
         *("_status", "_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill"),
         *("replica", "request", "state", "trace"),
     )
@@ -95,12 +95,12 @@ class Exchange:
         self._fleet, self._metrics, self._on_end = fleet, metrics, on_end
         self._answer = AnswerWriter(request, connection)
         self._tried = self._prefills_tried = NO_NAMES
-        self._is_whole = False  # no other replica computes the prompt any more
+        self._prefill_disabled = False  # no other replica computes the prompt any more
         self._num_lost = 0
         self._status = 0  # of the current leg's answer
         self._reads_usage = False  # the engine states in the body how much was cached
         self._cached: int | None = None  # as it says there
-        self._num_data = self._num_looked_at = 0  # pieces of the answer; those that were there at the last look
+        self._num_data = self._num_reported = 0  # pieces of the answer; those that were there at the last look
 
     @property
     def answer(self) -> AnswerHead | None:
@@ -154,7 +154,7 @@ class Exchange:
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
         leg = self.leg = Leg(self._fleet, charge, self, self.trace.leg(charge))
         self._status = 0
-        self._num_data = self._num_looked_at = 0
+        self._num_data = self._num_reported = 0
         if group.prefills is not None:
             self._split(group.prefills, charge)
         lines, body = routed.form_for(leg.replica)
@@ -167,7 +167,7 @@ class Exchange:
         """Start a prefill leg if enough of the prompt is not cached here and a prefill replica is available."""
         prompt = self._routed.routable.prompt
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
-        if not self._is_whole and num_missing >= self._fleet.config.prefill_threshold:
+        if not self._prefill_disabled and num_missing >= self._fleet.config.prefill_threshold:
             self.prefill = start_prefill(
                 self._fleet, prefills, self._routed, self._prefills_tried, self.trace.leg, self._prefill_ended
             )
@@ -188,7 +188,7 @@ class Exchange:
         self._prefills_tried |= {prefill.leg.replica.url}
         self._num_lost += outcome == "lost"
         is_over = self._num_lost >= MAX_LOST or (outcome != "unreachable" and not self._fleet.budget.take())
-        self._is_whole = prefill.is_refused or is_over
+        self._prefill_disabled = prefill.is_refused or is_over
         self._end_legs("gone", "")
         self._retry()
 
@@ -370,11 +370,11 @@ class Exchange:
         elif self.state == "asking" and self.leg is not None and self.leg.replica is replica:
             self._leg_failed("moved", reason)
 
-    def look(self, now_s: float, response_s: float) -> None:
+    def check_progress(self, now_s: float, response_s: float) -> None:
         """Report the progress to the placement, and end an answer that has stood still for too long. Called twice a second."""
-        leg, num_new = self.leg, self._num_data - self._num_looked_at
+        leg, num_new = self.leg, self._num_data - self._num_reported
         if leg is None or leg.upstream is None or num_new or self.connection.is_paused:
-            self._num_looked_at, self._quiet_since_s = self._num_data, now_s
+            self._num_reported, self._quiet_since_s = self._num_data, now_s
             if leg is not None and num_new:
                 leg.charge.tokens(num_new)
             return

@@ -1,7 +1,7 @@
 """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier in a request.
 
 If the last tokens of a request occur earlier in it, the step has, beside the row of its last token, one row for each
-draft token. Each row samples as usual, and `Sent.accepted` selects the rows that were computed with the sampled tokens.
+draft token. Each row samples as usual, and `DraftRows.accepted` selects the rows that were computed with the sampled tokens.
 So drafts change the cost of a step and the number of tokens it yields, never the tokens. The scheduler calls this.
 """
 
@@ -20,7 +20,7 @@ WINDOW = 1 << 15  # tokens at a request's end that are searched
 LEAST_TRUST = -2
 
 
-class Sent(NamedTuple):
+class DraftRows(NamedTuple):
     """The drafts of one row of a step."""
 
     first: int  # index of the row of the first draft; each draft has a row
@@ -41,10 +41,10 @@ class Sent(NamedTuple):
 class NoDrafter:
     """Sends no drafts."""
 
-    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, Sent]]:  # noqa: ARG002
+    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:  # noqa: ARG002
         return [], {}
 
-    def look(self, request: Request, num_new: int, sent: Sent | None, num_running: int) -> None:
+    def choose_drafts(self, request: Request, num_new: int, sent: DraftRows | None, num_running: int) -> None:
         pass
 
 
@@ -61,7 +61,7 @@ class Drafter(NoDrafter):
         self._stats, self._kv = stats, kv
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
-    def look(self, request: Request, num_new: int, sent: Sent | None, num_running: int) -> None:
+    def choose_drafts(self, request: Request, num_new: int, sent: DraftRows | None, num_running: int) -> None:
         """Choose the drafts that follow the `num_new` tokens of a row; `sent` are the drafts that the row had, if
         any."""
         is_expected = self._follow(request, num_new)
@@ -78,28 +78,28 @@ class Drafter(NoDrafter):
     def _follow(self, request: Request, num_new: int) -> bool | None:
         """Track the earlier occurrence of the text; return whether it predicted the new tokens, None if it predicted
         nothing."""
-        tokens, place = request.tokens, request.draft_place
+        tokens, place = request.tokens, request.draft_index
         end = len(tokens)
         is_expected = None
         if place >= 0:
             is_expected = tokens[place : place + num_new] == tokens[end - num_new :]
-            request.draft_place = place + num_new
+            request.draft_index = place + num_new
         if not is_expected:
-            request.draft_place = find_repeat(tokens, self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+            request.draft_index = find_repeat(tokens, self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         return is_expected
 
     def _expected(self, request: Request, room: int) -> tuple[int, ...]:
-        if request.draft_place < 0:
+        if request.draft_index < 0:
             return ()
         # The request's last token is never computed, nor is a stop token.
         left = request.max_tokens - request.num_outputs - request.num_pending - 1
         count = min(1 << (request.draft_trust - 1), self._config.num_speculative_tokens, left, room)
-        repeated = list(request.tokens[request.draft_place :][: max(0, count)])
+        repeated = list(request.tokens[request.draft_index :][: max(0, count)])
         period = len(repeated)
         drafts = [repeated[i % period] for i in range(count)] if repeated else []
         return tuple(takewhile(lambda token: token not in request.stop_ids, drafts))
 
-    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, Sent]]:
+    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:
         """Add drafts to planned rows, within `budget` tokens and `spare` pages.
 
         Return the rows that follow those of `planned`, and the drafts by the index of the row that they follow.
@@ -109,7 +109,7 @@ class Drafter(NoDrafter):
         ]
         room = min(self._config.max_draft_rows, self._max_rows - len(planned), budget)
         rows: list[Row] = []
-        sent: dict[int, Sent] = {}
+        sent: dict[int, DraftRows] = {}
         for place, (index, request) in enumerate(eager):
             row = planned[request]
             drafts = request.drafts[: -(-room // (len(eager) - place))] if row.count == 1 else ()
@@ -125,7 +125,7 @@ class Drafter(NoDrafter):
             room -= len(drafts)
             spare -= pages
             planned[request] = self._kv.extend_for_drafts(request, row, drafts)
-            sent[index] = Sent(len(planned) + len(rows), drafts)
+            sent[index] = DraftRows(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, first + i, 1, True) for i in range(len(drafts))]
         self._stats.num_drafts += len(sent)
         self._stats.draft_tokens += len(rows)

@@ -94,7 +94,7 @@ class Kv:
         """Return gauges and counters by tier."""
         return {}
 
-    def place(self, key: bytes) -> int:
+    def page_of(self, key: bytes) -> int:
         """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
         return self._pool.find(key)
 
@@ -120,9 +120,9 @@ class Kv:
         new one at once.
         """
         kv, pool, num_tokens = request.kv, self._pool, len(request.tokens)
-        prefix = Prefix(0, 0, 0) if kv.skips_cache else self.keys.find(request, self.place)
+        prefix = Prefix(0, 0, 0) if kv.skips_cache else self.keys.find(request, self.page_of)
         num = prefix.num_blocks
-        found = [[self.place(key) for key in keys] for keys in self.keys.needed(request, num)]
+        found = [[self.page_of(key) for key in keys] for keys in self.keys.needed(request, num)]
         cached = [page for pages in found for page in pages if page > 0]
         num_new = sum(map(len, found)) - len(cached)
         needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self.num_pages
@@ -133,8 +133,8 @@ class Kv:
         kv.num_registered = num - max((len(table) - _num_leading(table) for table in found[:-1]), default=0)
         copies = [self._take_for_copies(pages) for pages in found]
         *tables, state = found
-        kv.num_left = [num - len(table) for table in tables]
-        kv.num_sent = [*kv.num_left]
+        kv.num_outside = [num - len(table) for table in tables]
+        kv.num_sent = [*kv.num_outside]
         kv.tables = [[0] * (num - len(table)) + table for table in tables]
         for group in self.keys.full:
             kv.tables[group] += pool.allocate(-(-num_tokens // self._size) - num)
@@ -179,12 +179,12 @@ class Kv:
         ends where a checkpoint is due."""
         kv, start = request.kv, request.num_scheduled
         for group, window in self._windows:
-            table, left = kv.tables[group], kv.num_left[group]
+            table, left = kv.tables[group], kv.num_outside[group]
             first = max(0, start + 1 - window) // self._size
             if first > left:
                 self._pool.release([block for block in table[left:first] if block])
                 table[left:first] = [0] * len(table[left:first])
-                kv.num_left[group] = first
+                kv.num_outside[group] = first
         return min(count, self._next_checkpoint(request) - start) if self.num_pages else count
 
     def _next_checkpoint(self, request: Request) -> int:

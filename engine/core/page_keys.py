@@ -112,7 +112,7 @@ class PageKeys:
         kv = request.kv
         kept, keys = set(kv.kept), list[bytes]()
         for block in range(kv.num_registered):
-            keys += [self.key(request, block, group) for group, left in enumerate(kv.num_left) if block >= left]
+            keys += [self.key(request, block, group) for group, left in enumerate(kv.num_outside) if block >= left]
             keys += self.state_keys(request, block + 1) if block + 1 in kept else []
         return keys
 

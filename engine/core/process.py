@@ -23,7 +23,7 @@ from penstock.engine.messages import (
     Abort,
     Connected,
     Control,
-    Controlled,
+    ControlReply,
     CoreStart,
     Dead,
     FromCore,
@@ -171,7 +171,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             continue
         checked = False
         outputs: list[Output | None] = []
-        done: list[Controlled] = []
+        done: list[ControlReply] = []
         for message in messages:
             if isinstance(message, Shutdown):
                 return
@@ -191,14 +191,14 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             link.send(update)
         if pausing and not core.pauses.is_pausing:
             error = "" if core.pauses.is_paused else "pause: it was resumed before the last request had ended"
-            done += [Controlled(number, core.pauses.state, error) for number in pausing]
+            done += [ControlReply(number, core.pauses.state, error) for number in pausing]
             pausing.clear()
         for answer in done:
             link.send(answer)
 
 
 def _take(
-    core: EngineCore, message: ToCore, duty: Duty, pausing: list[int], done: list[Controlled]
+    core: EngineCore, message: ToCore, duty: Duty, pausing: list[int], done: list[ControlReply]
 ) -> list[Output | None]:
     """Execute a message from the front; return the outputs of requests that it ends."""
     if isinstance(message, Submit):
@@ -218,7 +218,7 @@ def _take(
     return []
 
 
-def _control(core: EngineCore, message: Control, pausing: list[int], done: list[Controlled]) -> list[Output]:
+def _control(core: EngineCore, message: Control, pausing: list[int], done: list[ControlReply]) -> list[Output]:
     """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests
     is answered after they have ended."""
     pauses, error, adapter = core.pauses, "", None
@@ -244,7 +244,7 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
                 pauses.wake(message.parts)
     except (AdapterError, WeightsError) as refused:
         error = str(refused)
-    done.append(Controlled(message.number, pauses.state, error, adapter))
+    done.append(ControlReply(message.number, pauses.state, error, adapter))
     return outputs
 
 

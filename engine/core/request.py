@@ -32,7 +32,7 @@ class RequestKv:
     page_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)  # (block, group) → key, for later groups
 
     tables: list[list[int]] = field(default_factory=list)  # the block table of each attention group
-    num_left: list[int] = field(default_factory=list)  # by group: leading entries that left the window
+    num_outside: list[int] = field(default_factory=list)  # by group: leading entries outside the window
     num_sent: list[int] = field(default_factory=list)  # by group: leading entries that the executor has
     num_registered: int = 0  # leading blocks that are registered in the pool
     reuse: Reuse | None = None  # what was found in the cache at the first admission
@@ -77,7 +77,7 @@ class RequestKv:
 
     def clear(self) -> None:
         """Clear all pages; the caller has released them."""
-        self.tables, self.num_left, self.num_sent = [], [], []
+        self.tables, self.num_outside, self.num_sent = [], [], []
         self.num_registered = self.covered_end = 0
         self.state, self.draft_state = [], []
         self.sent_state, self.new_state = ([], []), ((), ())
@@ -93,7 +93,7 @@ class RequestKv:
     def check(self) -> None:
         """Assert that the counters of a running request agree with its tables."""
         assert self.num_registered <= len(self.blocks) and all(len(table) <= len(self.blocks) for table in self.tables)
-        assert len(self.num_sent) == len(self.num_left) == len(self.tables)
+        assert len(self.num_sent) == len(self.num_outside) == len(self.tables)
         unsent = any(num < len(table) for num, table in zip(self.num_sent, self.tables, strict=True))
         assert self.has_news or not (unsent or any(self.new_state)), "the executor would never learn of these pages"
 
@@ -136,7 +136,7 @@ class Request:
 
     # Used by engine/core/drafts.py:
     drafts: tuple[int, ...] = ()  # draft tokens; with drafts, no step is planned before the last result
-    draft_place: int = -1  # index in `tokens` of the token that is expected next
+    draft_index: int = -1  # index in `tokens` of the token that is expected next
     draft_trust: int = 0
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.drafts import Drafter, NoDrafter, Sent
+from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
 from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
 
     step: Step  # the rows of the requests, then the rows of drafts
     requests: list[Request]
-    sent: dict[int, Sent]  # drafts, by the index of the request
+    sent: dict[int, DraftRows]  # drafts, by the index of the request
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
-        kv_class = TieredKv if info.host_slots else Kv
+        kv_class = TieredKv if info.num_host_blocks else Kv
         self.kv: Kv = kv_class(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
         drafts = config.speculative_config
         self._drafter = NoDrafter()
@@ -286,7 +286,7 @@ class Scheduler:
         return outputs
 
     def _append(
-        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: Sent | None
+        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: DraftRows | None
     ) -> Output:
         """Append the sampled token, or several with accepted drafts; end the request if it is complete."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
@@ -315,7 +315,7 @@ class Scheduler:
         if reason is not None:
             self._retire(request)
         elif request.may_draft:
-            self._drafter.look(request, len(tokens), sent, len(self.running))
+            self._drafter.choose_drafts(request, len(tokens), sent, len(self.running))
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
     def _jump(self, request: Request, matcher: Matcher) -> list[int]:

@@ -36,7 +36,7 @@ class CachedChain(NamedTuple):
 
     num_blocks: int
     num_usable: int  # blocks of the prefix on the device and in the host
-    slots: list[int]  # host slots with blocks of it
+    host_blocks: list[int]  # that hold part of it
     missing: list[tuple[int, bytes]]  # index and key of the blocks to read from a store
 
 
@@ -45,18 +45,19 @@ class TieredKv(Kv):
         self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
     ) -> None:
         super().__init__(pool, info, chunk, makes_keys, stats, clock)
-        self.index = TierIndex(info.host_slots, info.stores)
+        self.index = TierIndex(info.num_host_blocks, info.stores)
         self.index.host.on_evict = partial(self._history.note_eviction, "host")
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._block_bytes = info.block_bytes
         self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # the maximum that a step can fill
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
-        self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
+        self._max_pins = info.num_host_blocks // 2  # for requests that have not been admitted yet
         self.loading: dict[Request, Loading] = {}  # requests that wait outside of the queue for their reads
         self._waiters: dict[int, list[Request]] = {}  # ticket → the requests that wait for it
-        self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
+        self._pins: dict[Request, dict[int, str]] = {}  # host blocks held for a request → where they came from
         self._num_pins = 0  # of all requests, with the reads that will become pins
-        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) to be sent; empty after the last
+        # Pairs (host block, device block) that a step will send; empty after the last
+        self._restoring: dict[Request, deque[tuple[int, int]]] = {}
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0  # when the step's planning began, and when the next probe is due
         self._is_new = bool(info.stores)  # the stores have not reported their keys yet
@@ -88,21 +89,21 @@ class TieredKv(Kv):
         request.kv.was_looked_up = True
         if request.kv.skips_cache:
             return False
-        num_blocks, num_usable, slots, missing = self._walk(request, self._max_pins - self._num_pins)
+        num_blocks, num_usable, host_blocks, missing = self._walk(request, self._max_pins - self._num_pins)
         is_awaiting = self._is_awaiting(request, num_blocks) and not self._are_pins_out
         if not missing and not is_awaiting:
             return False
         num_gained = num_blocks - num_usable if missing else 0
         queued = self._queued(missing)
         # If a request names a peer, its prompt has been computed there.
-        if request.message.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
+        if request.message.peer is None and not self.rates.is_load_faster(queued, num_gained, len(host_blocks)):
             self._probe([key for _, key in missing])
             return False
         loading = Loading(self._now_s + self.rates.patience_s(queued, num_gained))
         if request.message.peer is not None:
             loading.deadline_s = max(loading.deadline_s, request.arrival_s + request.message.peer_wait_s)
         loading.is_awaiting = is_awaiting
-        self._read(request, loading, slots, missing)
+        self._read(request, loading, host_blocks, missing)
         if not loading.wanted and not is_awaiting:
             self._unpin(request)
             return False
@@ -119,17 +120,19 @@ class TieredKv(Kv):
 
     def _load_more(self, request: Request, loading: Loading) -> None:
         room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
-        num_blocks, _, slots, missing = self._walk(request, room)
+        num_blocks, _, host_blocks, missing = self._walk(request, room)
         loading.is_awaiting = self._is_awaiting(request, num_blocks)
-        self._read(request, loading, slots, missing)
+        self._read(request, loading, host_blocks, missing)
 
-    def _read(self, request: Request, loading: Loading, slots: list[int], missing: list[tuple[int, bytes]]) -> None:
+    def _read(
+        self, request: Request, loading: Loading, host_blocks: list[int], missing: list[tuple[int, bytes]]
+    ) -> None:
         """Pin the host blocks of the chain, and start reading the missing ones."""
-        self._pin(request, slots, "host")  # before any read, because a read evicts the next slot
+        self._pin(request, host_blocks, "host")  # before any read, because a read evicts the next host block
         loading.num_found = self._num_found
         for place, key in missing:
             ticket = self.index.start_load(key)
-            if ticket is None:  # no free slot: the chain ends here
+            if ticket is None:  # no free host block: the chain ends here
                 loading.is_awaiting = False
                 break
             if ticket not in loading.wanted:
@@ -169,7 +172,7 @@ class TieredKv(Kv):
         return done
 
     def _walk(self, request: Request, room: int) -> CachedChain:
-        """Return the chain of the request's prefix in the tiers, as far as it needs at most `room` host slots."""
+        """Return the chain of the request's prefix in the tiers, as far as it needs at most `room` host blocks."""
         find, host, keys_of, room = self._pool.find, self.index.host.find, self.keys, max(room, 0)
 
         def find_anywhere(key: bytes) -> int:
@@ -187,9 +190,9 @@ class TieredKv(Kv):
                 break
             num_first = sum(not find(key) for key in groups[0])
             most = wanted[room][0] if num_first > room else num // 2
-        slots = [slot for _, key in wanted if (slot := host(key))]
+        host_blocks = [host_block for _, key in wanted if (host_block := host(key))]
         missing = [(block, key) for block, key in wanted if not host(key)]
-        return CachedChain(num, keys_of.find(request, self.place, num).num_blocks, slots, missing)
+        return CachedChain(num, keys_of.find(request, self.page_of, num).num_blocks, host_blocks, missing)
 
     def _probe(self, keys: list[bytes]) -> None:
         """Read a few blocks that no request waits for, to measure again a store that was slow before."""
@@ -201,30 +204,30 @@ class TieredKv(Kv):
     def _stop_loading(self, request: Request) -> None:
         self._num_pins -= len(self.loading.pop(request).wanted)
 
-    def _pin(self, request: Request, slots: Sequence[int], source: str) -> None:
+    def _pin(self, request: Request, host_blocks: Sequence[int], source: str) -> None:
         held = self._pins.setdefault(request, {})
-        new = [slot for slot in slots if slot not in held]
+        new = [host_block for host_block in host_blocks if host_block not in held]
         self.index.host.hold(new)
         held.update(dict.fromkeys(new, source))
         self._num_pins += len(new)
 
     def _unpin(self, request: Request) -> None:
-        slots = self._pins.pop(request, {})
-        self._num_pins -= len(slots)
-        self.index.host.release(list(slots))
+        host_blocks = self._pins.pop(request, {})
+        self._num_pins -= len(host_blocks)
+        self.index.host.release(list(host_blocks))
 
-    def place(self, key: bytes) -> int:
+    def page_of(self, key: bytes) -> int:
         return self._pool.find(key) or -self.index.host.find(key)
 
     def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:
         sources, tokens = self._pins.get(request, {}), Counter[str]()
-        for slot, _ in copies[0]:  # the other groups' pages are of the same tokens
-            tokens[sources.get(slot, "host")] += self._size
+        for host_block, _ in copies[0]:  # the other groups' pages are of the same tokens
+            tokens[sources.get(host_block, "host")] += self._size
         if request.first_scheduled_s is None:
             self.counts.update({f"hits_{store}": count for store, count in tokens.items()})
         pairs = deque(chain.from_iterable(copies))
         if pairs:
-            self.index.host.hold(slot for slot, _ in pairs)
+            self.index.host.hold(host_block for host_block, _ in pairs)
             self._restoring[request] = pairs
             request.kv.is_restoring = True
         self._unpin(request)
@@ -245,7 +248,7 @@ class TieredKv(Kv):
         self._unpin(request)
         pairs = self._restoring.pop(request, None)
         if pairs is not None:
-            self.index.host.release([slot for slot, _ in pairs])
+            self.index.host.release([host_block for host_block, _ in pairs])
         request.kv.is_restoring = request.kv.was_looked_up = False
         self._touch(self.keys.used(request))
         super().release(request)
@@ -294,7 +297,7 @@ class TieredKv(Kv):
         """Process the end of the step's saves and restores, and of reads and writes of any step."""
         if step.transfers is not None:
             self.index.finish_saves(step.transfers.saves, self._pool)
-            self.index.host.release([slot for slot, _ in step.transfers.restores])
+            self.index.host.release([host_block for host_block, _ in step.transfers.restores])
         if result.transfers is not None:
             self._take_report(result.transfers)
         self.rates.note_step(sum(row.count for row in step.rows), len(step.rows), result.elapsed_s)
@@ -320,16 +323,16 @@ class TieredKv(Kv):
     def _complete(self, ticket: int, ok: bool) -> None:
         """Process the end of a read or write."""
         read = self.index.reads.get(ticket)
-        slot = self.index.complete(ticket, ok)
+        host_block = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
             loading = self.loading.get(request)
             place = None if loading is None else loading.wanted.pop(ticket, None)
             if loading is None or place is None:  # it no longer waits
                 continue
             self._num_pins -= 1
-            if slot:
+            if host_block:
                 assert read is not None
-                self._pin(request, (slot,), read.store)
+                self._pin(request, (host_block,), read.store)
             else:
                 self._give_up_after(loading, place)
 
@@ -367,10 +370,10 @@ class TieredKv(Kv):
     def check(self, running: Iterable[Request], in_flight: Sequence[Transfers | None]) -> None:
         """Assert every invariant; `in_flight` are the transfers of steps without a result."""
         super().check(running, in_flight)
-        pins = [slot for slots in self._pins.values() for slot in slots]
+        pins = [host_block for host_blocks in self._pins.values() for host_block in host_blocks]
         assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self.loading.values())
-        pins += [slot for pairs in self._restoring.values() for slot, _ in pairs]
-        pins += [slot for transfers in in_flight if transfers for slot, _ in transfers.restores]
+        pins += [host_block for pairs in self._restoring.values() for host_block, _ in pairs]
+        pins += [host_block for transfers in in_flight if transfers for host_block, _ in transfers.restores]
         self.index.check(pins)
         for request, loading in self.loading.items():
             assert request.slot < 0 and not request.finished

@@ -28,7 +28,7 @@ from penstock.engine.messages import (
     CacheUpdate,
     Connected,
     Control,
-    Controlled,
+    ControlReply,
     CoreStart,
     Dead,
     EngineState,
@@ -103,7 +103,7 @@ class AsyncEngine:
         self._liveness = Liveness()
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
-        self._asked: dict[int, asyncio.Future[Controlled]] = {}  # control messages without an answer, by number
+        self._asked: dict[int, asyncio.Future[ControlReply]] = {}  # control messages without an answer, by number
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
@@ -273,7 +273,7 @@ class AsyncEngine:
             raise AdapterError(answer.error)
         return answer.adapter
 
-    def _ask(self, what: str, **fields: Any) -> asyncio.Future[Controlled]:
+    def _ask(self, what: str, **fields: Any) -> asyncio.Future[ControlReply]:
         """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
@@ -282,7 +282,7 @@ class AsyncEngine:
         self._send(Control(number, what, **fields))  # type: ignore[arg-type]
         return waiting
 
-    def _unload_again(self, loading: asyncio.Future[Controlled]) -> None:
+    def _unload_again(self, loading: asyncio.Future[ControlReply]) -> None:
         if loading.exception() is None and (adapter := loading.result().adapter) is not None:
             self.unload_adapter(adapter.key)
 
@@ -320,7 +320,7 @@ class AsyncEngine:
             self.on_step(message)
         elif isinstance(message, CacheUpdate):
             self.on_cache_update(message)
-        elif isinstance(message, Controlled):
+        elif isinstance(message, ControlReply):
             self._take_answer(message)
         elif isinstance(message, Heartbeat):
             if message.overdue_s > 0 and not self._heartbeat.overdue_s and self._process is not None:
@@ -338,7 +338,7 @@ class AsyncEngine:
         elif isinstance(message, Dead):
             self._die(message.error)
 
-    def _take_answer(self, message: Controlled) -> None:
+    def _take_answer(self, message: ControlReply) -> None:
         """Store the new state, even if the caller has left, and wake the caller."""
         self.state = message.state
         if self.state.fingerprint != self.info.fingerprint:

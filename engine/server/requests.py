@@ -209,7 +209,7 @@ class NoFields(msgspec.Struct, kw_only=True):
     """POST /reset_prefix_cache, /resume"""
 
 
-class Unserved(NamedTuple):
+class UnsupportedField(NamedTuple):
     """Why a known field is refused, and its values that have no effect and are therefore accepted."""
 
     reason: str
@@ -221,13 +221,13 @@ class OtherFields(msgspec.Struct, frozen=True):
     gateways of vLLM and SGLang, which rewrite bodies."""
 
     harmless: frozenset[str]  # metadata and billing, which do not change the answer: accepted and ignored
-    unserved: dict[str, Unserved]
-    responses: dict[str, Unserved]  # in addition, in the Responses API …
-    messages: dict[str, Unserved]  # … and in the Messages API
+    unserved: dict[str, UnsupportedField]
+    responses: dict[str, UnsupportedField]  # in addition, in the Responses API …
+    messages: dict[str, UnsupportedField]  # … and in the Messages API
 
 
 OTHER_FIELDS = msgspec.json.decode(Path(__file__).with_name("other_fields.json").read_bytes(), type=OtherFields)
-_ELSEWHERE = Unserved("this endpoint has no such field")
+_ELSEWHERE = UnsupportedField("this endpoint has no such field")
 
 
 # Fields of our own endpoints. An endpoint that lacks one of them refuses it instead of ignoring it.
@@ -242,7 +242,7 @@ def parse(
     body: bytes,
     kind: type[Request],
     ignored: list[str],
-    unserved: Mapping[str, Unserved] = OTHER_FIELDS.unserved,
+    unserved: Mapping[str, UnsupportedField] = OTHER_FIELDS.unserved,
 ) -> Request:
     """Decode the request in `body` and append the names of unknown fields to `ignored`.
 
@@ -264,7 +264,7 @@ def parse(
     return decode(kind, body)
 
 
-def _check_neutral(name: str, raw: Raw, unserved: Unserved) -> None:
+def _check_neutral(name: str, raw: Raw, unserved: UnsupportedField) -> None:
     reason, neutral = unserved
     value = decode(object, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:

@@ -22,7 +22,7 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import OTHER_FIELDS, PromptRequest, Unserved, parse
+from penstock.engine.server.requests import OTHER_FIELDS, PromptRequest, UnsupportedField, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
@@ -93,7 +93,7 @@ class Service:
         call: Call,
         body: bytes,
         kind: type[Asked],
-        unserved: Mapping[str, Unserved] = OTHER_FIELDS.unserved,
+        unserved: Mapping[str, UnsupportedField] = OTHER_FIELDS.unserved,
     ) -> Asked:
         """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
         request = parse(body, kind, call.ignored, unserved)

@@ -22,7 +22,7 @@ from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig
 ZEROS = "zeros"  # differs from the key of every loaded adapter, which is a digest
 
 
-class Held(NamedTuple):
+class LoadedAdapter(NamedTuple):
     info: AdapterInfo
     number: int
 
@@ -40,7 +40,7 @@ class AdapterStore:
         """`products` are the layers that adapters may change, in the order of their numbers."""
         self._config, self._arrangement, self._group = config, arrangement, group
         self._products = products
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, LoadedAdapter] = {}
         self._shapes = [product.shape(group) for product in products]
         self._weights: CpuAdapters | LoraSlots = CpuAdapters(dtype)
         if device.type != "cpu":
@@ -68,7 +68,7 @@ class AdapterStore:
         taken = {held.number for held in self._held.values()}
         number = next(n for n in range(1, len(taken) + 2) if n not in taken)
         self._weights.hold(number, products)
-        self._held[key] = Held(AdapterInfo(key, folder.rank, folder.num_bytes), number)
+        self._held[key] = LoadedAdapter(AdapterInfo(key, folder.rank, folder.num_bytes), number)
         return self._held[key].info
 
     def load_zeros(self) -> str:
@@ -76,7 +76,7 @@ class AdapterStore:
         run for every row with an adapter, and its place is all zeros."""
         number = len(self._held) + 1  # none is unloaded before the warm-up
         self._weights.hold(number, [()] * len(self._products))
-        self._held[ZEROS] = Held(AdapterInfo(ZEROS, 1, 0), number)
+        self._held[ZEROS] = LoadedAdapter(AdapterInfo(ZEROS, 1, 0), number)
         return ZEROS
 
     def unload(self, key: str) -> None:

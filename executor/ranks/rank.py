@@ -109,7 +109,7 @@ class Rank:
                 **({} if use is None else use.table(sum(loaded.memory.values()), graph_bytes)),
                 **self._tiers.memory,
             },
-            host_slots=self._tiers.host_slots,
+            num_host_blocks=self._tiers.num_host_blocks,
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=layout.groups,

@@ -45,7 +45,7 @@ from penstock.executor.ranks.wire import (
     Start,
 )
 from penstock.executor.ring.queue import MessageQueue
-from penstock.executor.step.runner import Launched
+from penstock.executor.step.runner import LaunchedStep
 
 log = logging.getLogger("penstock.executor")
 
@@ -99,7 +99,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.report(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)
-    unsampled: Launched | None = None  # a step whose masks are the next message
+    unsampled: LaunchedStep | None = None  # a step whose masks are the next message
     while True:
         reporter.doing = "waiting for a step"
         with receive() as (kind, *parts):
@@ -193,11 +193,11 @@ class Finisher:
 
     def __init__(self, rank: Rank, group: RankGroup, reporter: Reporter) -> None:
         self._rank, self._group, self._reporter = rank, group, reporter
-        self._launched: queue.Queue[Launched | None] = queue.Queue()
+        self._launched: queue.Queue[LaunchedStep | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def take(self, launched: Launched) -> None:
+    def take(self, launched: LaunchedStep) -> None:
         self._launched.put(launched)
 
     def wait(self) -> None:

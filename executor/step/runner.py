@@ -65,7 +65,7 @@ def embedding_bytes(embedding: torch.Tensor) -> bytes:
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedStep:
     """A step in flight. Row indices are the step's."""
 
     step: Step
@@ -121,9 +121,9 @@ class ModelRunner:
 
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> LaunchedStep:
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {})
-        launched = Launched(step, time.monotonic(), result, any(row.masked for row in step.rows))
+        launched = LaunchedStep(step, time.monotonic(), result, any(row.masked for row in step.rows))
         if self._transfers is not None:
             self._transfers.begin(step.transfers, written_blocks(step.rows, self._inputs.block_size))
         for admission in step.admissions:
@@ -143,7 +143,7 @@ class ModelRunner:
 
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
-    def sample_masked(self, launched: Launched, rows: np.ndarray, masks: np.ndarray) -> None:
+    def sample_masked(self, launched: LaunchedStep, rows: np.ndarray, masks: np.ndarray) -> None:
         """Run the second half of `launch` for masked rows. rows [n] and masks [n, words] are those of `set_masks`."""
         if self._sampler is None:  # this rank gets the tokens from the first one
             return
@@ -152,7 +152,7 @@ class ModelRunner:
         place = {row: place for place, row in enumerate(layout.order[layout.samples].tolist())}
         self._choose(layout, ends, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
 
-    def finish(self, launched: Launched) -> StepResult:
+    def finish(self, launched: LaunchedStep) -> StepResult:
         assert launched.unsampled is None, "a step is collected before its masks have arrived"
         result, rows = launched.result, launched.sampled_rows
         if launched.sampled is not None:
@@ -215,7 +215,7 @@ class ModelRunner:
         if self._sampler is not None:
             self._sampler.admit(slot, sampling, tokens, admission.num_prompt)
 
-    def _compute(self, layout: Layout, launched: Launched) -> None:
+    def _compute(self, layout: Layout, launched: LaunchedStep) -> None:
         asks = self._asks_more[layout.slots].any()
         numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
         numbers = None if numbers is None or not numbers.any() else numbers
@@ -242,7 +242,7 @@ class ModelRunner:
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
-    def _sample_by_graph(self, graphs: StepGraphs, size: PaddedSize, layout: Layout, launched: Launched) -> None:
+    def _sample_by_graph(self, graphs: StepGraphs, size: PaddedSize, layout: Layout, launched: LaunchedStep) -> None:
         """Sample after a graph's forward pass: by another graph if all rows of a decode step need only a draw."""
         if size.has_prompts or launched.is_masked or not self._is_plain[layout.slots].all():
             if layout.samples.any():
@@ -262,7 +262,7 @@ class ModelRunner:
         need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
         return np.flatnonzero(need)
 
-    def _answer_more(self, layout: Layout, row: int, wanted: torch.Tensor, part: slice, launched: Launched) -> None:
+    def _answer_more(self, layout: Layout, row: int, wanted: torch.Tensor, part: slice, launched: LaunchedStep) -> None:
         """Compute what one row asks for beside a sample: prompt log-probabilities, experts, an embedding. wanted
         [W, hidden]: the states that the step needs; `part`: those of the row."""
         hidden = wanted[part]
@@ -295,7 +295,7 @@ class ModelRunner:
         return None if logits is None else embedding_bytes(logits[0, list(tokens)])
 
     def _find_prompt_logprobs(
-        self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched
+        self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: LaunchedStep
     ) -> None:
         """Compute log-probabilities from the hidden [n, hidden] of positions start …, which predict the next tokens."""
         chosen = self._inputs.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
@@ -309,7 +309,7 @@ class ModelRunner:
                 except ValueError as error:  # continue like the other ranks, which do not know of it
                     launched.result.errors.setdefault(index, str(error))
 
-    def _sample(self, layout: Layout, ends: Samples, hidden: torch.Tensor, launched: Launched) -> None:
+    def _sample(self, layout: Layout, ends: Samples, hidden: torch.Tensor, launched: LaunchedStep) -> None:
         """Sample from hidden [S, hidden] of the rows that sample, or wait for their masks."""
         logits = self._model.logits(hidden)
         if logits is not None and launched.is_masked:
@@ -322,7 +322,7 @@ class ModelRunner:
         layout: Layout,
         ends: Samples,
         logits: torch.Tensor | None,
-        launched: Launched,
+        launched: LaunchedStep,
         masks: RowMasks | None = None,
     ) -> None:
         """Sample from logits [S, vocabulary]; store the tokens for the next step and send them to the host."""

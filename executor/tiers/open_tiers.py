@@ -35,7 +35,7 @@ class RankTiers:
     """The open tiers of a rank. `transfers` is None without tiers; the other fields are for `ModelInfo`."""
 
     transfers: RankTransfers | None = None
-    host_slots: int = 0
+    num_host_blocks: int = 0
     stores: tuple[str, ...] = ()
     serves_peers: bool = False
     memory: dict[str, int] = field(default_factory=dict)

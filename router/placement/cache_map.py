@@ -46,7 +46,7 @@ class ReplicaCache:
 
 
 class CacheMap:
-    """The caches of all replicas, in one index. Of this only `RouteIndex` may be used from any thread."""
+    """The caches of all replicas, in one index. Only `RouteIndex` is thread-safe: call everything else from the event loop."""
 
     def __init__(self, config: PolicyConfig, clock: Callable[[], float]) -> None:
         self._config = config

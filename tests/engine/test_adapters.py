@@ -21,10 +21,10 @@ PROMPT = list(range(40))
 class Rig(CoreRig):
     """A core that takes adapters, with room for everything that these tests ask for."""
 
-    def __init__(self, max_loras: int = 2, patience_s: float = 1000.0, host_slots: int = 0) -> None:
+    def __init__(self, max_loras: int = 2, patience_s: float = 1000.0, num_host_blocks: int = 0) -> None:
         options = {"enable_lora": True, "max_loras": max_loras}
         sizes: dict[str, Any] = {"num_blocks": 2048, "max_num_batched_tokens": 2048, "max_model_len": 2048}
-        super().__init__(**sizes, patience_s=patience_s, host_slots=host_slots, options=options)
+        super().__init__(**sizes, patience_s=patience_s, num_host_blocks=num_host_blocks, options=options)
 
     def load(self, tmp_path: Path, names: str = "a") -> list[str]:
         """Load an adapter of each name, and return their keys."""
@@ -46,10 +46,10 @@ def alone(adapter: str | None, weights: str | None = None) -> list[int]:
     return rig.tokens("alone")
 
 
-@pytest.mark.parametrize("host_slots", [0, 16], ids=["device", "with a tier"])
-def test_requests_never_read_blocks_of_other_adapters_or_weights(tmp_path: Path, host_slots: int) -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["device", "with a tier"])
+def test_requests_never_read_blocks_of_other_adapters_or_weights(tmp_path: Path, num_host_blocks: int) -> None:
     """What the oracle samples depends on every block that is read and on whose it is."""
-    rig = Rig(host_slots=host_slots)
+    rig = Rig(num_host_blocks=num_host_blocks)
     keys = [None, *rig.load(tmp_path, "ab")]
     for weights in [None, content_folder(tmp_path, "first"), content_folder(tmp_path, "second")]:
         if weights is not None:

@@ -59,7 +59,7 @@ def test_blocks_evicted_from_the_device_say_so() -> None:
 
 
 def test_blocks_evicted_from_the_host_say_so_and_those_found_there_are_counted() -> None:
-    world = World(num_blocks=17, host_slots=20)
+    world = World(num_blocks=17, num_host_blocks=20)
     reuse(world, "a")
     world.settle()
     world.churn(3)
@@ -88,7 +88,7 @@ def test_other_salts_adapters_and_weights() -> None:
 
 
 def test_blocks_that_were_read_too_late() -> None:
-    world = World(num_blocks=17, host_slots=20, store=FlakyStore())
+    world = World(num_blocks=17, num_host_blocks=20, store=FlakyStore())
     reuse(world, "a")
     world.churn()
     world.disk.is_stalled = True

@@ -65,19 +65,19 @@ def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Reque
     return request, len(list(takewhile(bool, is_known)))
 
 
-@pytest.mark.parametrize("host_slots", hardest([0, 200], 200))
+@pytest.mark.parametrize("num_host_blocks", hardest([0, 200], 200))
 @pytest.mark.parametrize("groups", hardest(SHAPES[2:], SHAPES[6]))
-def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], host_slots: int) -> None:
+def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], num_host_blocks: int) -> None:
     """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""
     num_promised = num_found = 0
     for seed in range(2):
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in groups)
-        world = World(num_blocks=least + 30, groups=groups, host_slots=host_slots)
+        world = World(num_blocks=least + 30, groups=groups, num_host_blocks=num_host_blocks)
         own = world.scheduler.kv
         pools, find, tier = {"device": world.scheduler.pool}, world.scheduler.pool.find, "device"
-        if host_slots:
-            pools["host"], find, tier = world.tiers.index.host, world.tiers.place, "host"
+        if num_host_blocks:
+            pools["host"], find, tier = world.tiers.index.host, world.tiers.page_of, "host"
         log = CacheLog({name: UsableKeys(pool, own) for name, pool in pools.items()}, own.keys)
         known: set[bytes] = set()
         prompts = []

@@ -102,7 +102,7 @@ def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engi
     groups: tuple[GroupInfo, ...],
 ) -> None:
     prompt, store = list(range(21)), FlakyStore()
-    world = World(num_blocks=40, host_slots=400, store=store, groups=groups)
+    world = World(num_blocks=40, num_host_blocks=400, store=store, groups=groups)
     assert world.cached("cold", prompt) == 0
     expected = world.tokens("cold")
     assert world.cached("warm", prompt) == 20
@@ -112,7 +112,7 @@ def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engi
     assert world.scheduler.stats().tiers["host"]["hit_tokens"] == 20
     world.settle()
     world.executor.close()
-    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=groups)
+    world = World(num_blocks=40, num_host_blocks=400, store=FlakyStore(data=store.data), groups=groups)
     world.settle()
     assert world.cached("from the disk", prompt) == 20
     assert world.scheduler.stats().tiers["disk"]["hit_tokens"] == 20

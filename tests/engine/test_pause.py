@@ -29,9 +29,11 @@ GROUPS = {
 class Rig(CoreRig):
     """A core with room for everything that these tests ask for."""
 
-    def __init__(self, groups: str = "one group", host_slots: int = 0, drafts: SpeculativeConfig | None = None) -> None:
+    def __init__(
+        self, groups: str = "one group", num_host_blocks: int = 0, drafts: SpeculativeConfig | None = None
+    ) -> None:
         sizes: dict[str, Any] = {"num_blocks": 512, "max_num_batched_tokens": 64, "max_model_len": 2048}
-        super().__init__(**sizes, groups=GROUPS[groups], drafts=drafts, host_slots=host_slots)
+        super().__init__(**sizes, groups=GROUPS[groups], drafts=drafts, num_host_blocks=num_host_blocks)
         self.pauses = self.core.pauses
 
     def ask(self, name: str, max_tokens: int = 12, prompt: list[int] = PROMPT) -> None:

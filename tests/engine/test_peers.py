@@ -26,7 +26,7 @@ def worlds(*shapes: dict[str, Any]) -> Iterator[list[World]]:
     try:
         for number, shape in enumerate(shapes):
             peers = tuple(address for other, address in enumerate(addresses) if other != number)
-            options = {"num_blocks": 40, "host_slots": 60, "step_s": 1e-4, **shape}  # reads take real time
+            options = {"num_blocks": 40, "num_host_blocks": 60, "step_s": 1e-4, **shape}  # reads take real time
             shared = {"kv_peers": peers, "kv_peer_listen": addresses[number]}
             made.append(World(options=shared, **options))
         for world in made:
@@ -73,7 +73,7 @@ def test_what_one_engine_has_computed_the_other_reads() -> None:
 
 
 def test_blocks_on_a_peers_disk_are_read_like_those_in_its_memory() -> None:
-    with worlds({"num_blocks": 17, "host_slots": 8, "store": FlakyStore()}, {}) as (a, b):
+    with worlds({"num_blocks": 17, "num_host_blocks": 8, "store": FlakyStore()}, {}) as (a, b):
         a.cached("cold", PROMPT)
         a.churn()
         wanted = {key for key in a.disk.data if not a.tiers.index.host.find(key)}
@@ -116,7 +116,7 @@ def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come() -> None
 
 
 def test_a_prompt_that_the_host_cannot_hold_does_not_wait_for_its_end() -> None:
-    with worlds({}, {"host_slots": 8}) as (a, b):
+    with worlds({}, {"num_host_blocks": 8}) as (a, b):
         a.cached("cold", PROMPT)
         heard(b, 5)
         assert b.cached("large", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 16, "half of the slots may be held"
@@ -155,7 +155,7 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
             max_in_flight=rng.choice([1, 2, 3]),
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=rng.choice([8, 64]),
-            host_slots=rng.choice([8, 16, 40, 200]),
+            num_host_blocks=rng.choice([8, 16, 40, 200]),
             store=rng.choice([None, FlakyStore(seed=seed, delay=rng.choice([0, 3]), fails_load=rng.choice([0, 0.3]))]),
             **shape,
         )

@@ -99,10 +99,10 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
     assert len(world.tokens("b")) == 2
 
 
-@pytest.mark.parametrize("host_slots", [0, 100])
-def test_the_first_to_come_is_never_preempted_while_another_runs(host_slots: int) -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 100])
+def test_the_first_to_come_is_never_preempted_while_another_runs(num_host_blocks: int) -> None:
     """Neither does saving to a tier take a block that a running request is about to need."""
-    world = World(num_blocks=17, max_num_seqs=6, host_slots=host_slots)
+    world = World(num_blocks=17, max_num_seqs=6, num_host_blocks=num_host_blocks)
     for number in range(6):
         world.submit(submit(f"r{number}", [number] * 6, max_tokens=50))
     world.run()

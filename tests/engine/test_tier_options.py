@@ -82,7 +82,7 @@ def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: 
 
 def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: str) -> None:
     with oracle(folder, kv_disk_path=disk, kv_disk_bytes="16MiB") as llm:
-        assert llm.info.host_slots == 4096
+        assert llm.info.num_host_blocks == 4096
 
 
 def parsed(*words: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_peers_on_the_command_line_are_the_same_options(folder: Path, monkeypatc
 def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(folder: Path) -> None:
     (address,) = free_addresses(1)
     with oracle(folder, kv_peer_listen=address) as llm:
-        assert llm.info.memory["for peers"] == 128 * 2**20 and llm.info.host_slots > 1000
+        assert llm.info.memory["for peers"] == 128 * 2**20 and llm.info.num_host_blocks > 1000
         with pytest.raises(ExecutorError, match=f"kv_peer_listen: '{address}', port .* for rank 0: Address already"):
             oracle(folder, kv_peer_listen=address)
 

@@ -25,7 +25,7 @@ PROMPT = list(range(20))  # five blocks
 
 def with_the_prompt_on_the_disk(store: FlakyStore | None = None) -> World:
     """Return a world that has run the prompt, and then others, until device and host have lost it."""
-    world = World(num_blocks=17, host_slots=20, store=store or FlakyStore())
+    world = World(num_blocks=17, num_host_blocks=20, store=store or FlakyStore())
     assert world.cached("cold", PROMPT) == 0
     world.churn()
     return world
@@ -77,7 +77,7 @@ def test_what_lies_before_a_failed_read_is_used_and_the_rest_is_computed() -> No
 
 
 def test_requests_that_want_the_same_blocks_share_one_read() -> None:
-    world = World(num_blocks=60, host_slots=60, store=FlakyStore())
+    world = World(num_blocks=60, num_host_blocks=60, store=FlakyStore())
     world.cached("cold", PROMPT)
     world.churn(30)
     world.disk.is_stalled = True
@@ -91,7 +91,7 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
 
 
 def test_restores_of_one_step_are_bounded_and_the_request_starts_after_the_last() -> None:
-    world = World(num_blocks=17, host_slots=100, max_in_flight=1)
+    world = World(num_blocks=17, num_host_blocks=100, max_in_flight=1)
     world.cached("cold", PROMPT)
     world.churn()
     world.tiers._restores_per_step = 2
@@ -104,7 +104,7 @@ def test_restores_of_one_step_are_bounded_and_the_request_starts_after_the_last(
 
 
 def test_a_reset_forgets_every_tier_and_is_refused_while_a_store_is_at_work() -> None:
-    world = World(num_blocks=17, host_slots=100, store=FlakyStore())
+    world = World(num_blocks=17, num_host_blocks=100, store=FlakyStore())
     world.cached("cold", PROMPT)
     world.disk.is_stalled = True
     world.submit(submit("more", [9] * 20, max_tokens=1))
@@ -165,7 +165,7 @@ def tier_storm(
         max_num_seqs=rng.choice([1, 3, 8]),
         max_num_batched_tokens=chunk,
         groups=groups,
-        host_slots=rng.choice([2, 8, 16, 16, 40, 200]),
+        num_host_blocks=rng.choice([2, 8, 16, 16, 40, 200]),
         store=rng.choice([None, store, store, store]),
         step_s=rng.choice([0.05, 1.0]),
         drafts=random_drafts(rng) if has_drafts else None,

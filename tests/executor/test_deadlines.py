@@ -9,7 +9,7 @@ import pytest
 from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult
 from penstock.executor.ranks import ranked
 from penstock.executor.ranks.wire import Done, ModelLoaded
-from penstock.executor.step.runner import Launched, ModelRunner
+from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from tests.support.fake_engine import INFO
 
 
@@ -62,5 +62,5 @@ def test_the_time_of_a_step_does_not_count_that_of_the_step_before_it() -> None:
     runner._transfers = runner._rebalancer = None
     runner._finished_s = 0.0
     begun_s = time.monotonic() - 1000.0
-    first, second = (runner.finish(Launched(Step(1, [], []), begun_s, StepResult(1, []), False)) for _ in range(2))
+    first, second = (runner.finish(LaunchedStep(Step(1, [], []), begun_s, StepResult(1, []), False)) for _ in range(2))
     assert first.elapsed_s >= 1000.0 > second.elapsed_s

@@ -12,7 +12,7 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
 from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
-from penstock.executor.step.runner import Launched, ModelRunner
+from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.executor.test_inputs import on_device
@@ -71,7 +71,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
     meter, forward = Meter(), ModelRunner.launch
     seen: list[tuple[int, int]] = []
 
-    def watched(self: ModelRunner, step: Step) -> Launched:
+    def watched(self: ModelRunner, step: Step) -> LaunchedStep:
         if step.rows:
             meter.said.append("step")
             seen.append((sum(row.count for row in step.rows), max(row.start + row.count for row in step.rows)))
@@ -106,7 +106,7 @@ def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.Monkey
     """Steps with an adapter compute fused operations in parts, which takes other memory."""
     meter, forward = Meter(), ModelRunner.launch
 
-    def watched(self: ModelRunner, step: Step) -> Launched:
+    def watched(self: ModelRunner, step: Step) -> LaunchedStep:
         if step.rows and all(admission.adapter is not None for admission in step.admissions):
             meter.said.append(f"{sum(row.count for row in step.rows)} tokens")
         return forward(self, step)

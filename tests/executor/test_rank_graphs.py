@@ -28,7 +28,7 @@ from penstock.executor.protocol import (
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.wire import Rendezvous
 from penstock.executor.ranks.worker import join
-from penstock.executor.step.runner import Launched
+from penstock.executor.step.runner import LaunchedStep
 from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, pretend_a_gpu
 from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
@@ -46,7 +46,7 @@ class Threads:
         self.ranks: list[Rank] = [None] * WORLD  # type: ignore[list-item]
         self._jobs: list[queue.SimpleQueue[Callable[[int], None] | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
         self._done: list[queue.SimpleQueue[BaseException | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
-        self._launched: list[Launched] = [None] * WORLD  # type: ignore[list-item]
+        self._launched: list[LaunchedStep] = [None] * WORLD  # type: ignore[list-item]
         listener = socket.create_server(("127.0.0.1", 0), backlog=WORLD)
         self._where = (*listener.getsockname(), listener.detach())  # the first rank's store closes it
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(WORLD)]

@@ -96,7 +96,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
     for seed in range(3):
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
-        world = World(num_blocks=least + 60, groups=GROUPS, host_slots=400)
+        world = World(num_blocks=least + 60, groups=GROUPS, num_host_blocks=400)
         groups, info = world.scheduler.kv, world.executor.info
         assert info.hits_at_ends
         pools = {"device": world.scheduler.pool, "host": world.tiers.index.host}
@@ -124,7 +124,7 @@ def test_the_router_promises_what_the_engine_finds() -> None:
                 root = placement._replicas["r0"].cache.space.root(message.cache_salt, message.adapter)
                 request = Request(message, 0, 0.0, array("i", message.tokens), 1, RequestKv(root, skips_cache=False))
                 world.scheduler.kv.keys.extend(request)
-                found = groups.keys.find(request, world.tiers.place).num_blocks
+                found = groups.keys.find(request, world.tiers.page_of).num_blocks
                 assert promised <= found, f"seed {seed}, request {number}"
                 num_promised += promised
                 num_found += found

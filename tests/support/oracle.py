@@ -79,7 +79,7 @@ class OracleExecutor:
             fingerprint=fingerprint,
             max_in_flight=max_in_flight,
             memory={"KV cache": num_blocks * block_bytes, **self._tiers.memory},
-            host_slots=self._tiers.host_slots,
+            num_host_blocks=self._tiers.num_host_blocks,
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=groups,

@@ -138,7 +138,7 @@ class World(Simulation):
     patience_s: float = 1000.0
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
-    host_slots: int = 0  # 0: no tiers
+    num_host_blocks: int = 0  # 0: no tiers
     store: FlakyStore | None = None  # beneath the host, as its disk
     drafts: SpeculativeConfig | None = None
     groups: Sequence[GroupInfo] = (GroupInfo(),)
@@ -152,7 +152,7 @@ class World(Simulation):
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            kv_host_bytes=self.host_slots * ALIGNMENT,
+            kv_host_bytes=self.num_host_blocks * ALIGNMENT,
             hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
             **self.options,
         )
