@@ -158,7 +158,8 @@ class TierIndex:
         del self._tickets[read.key]
         self.counts[f"{'reads' if ok else 'failed_reads'}_{read.store}"] += 1
         if not ok:
-            self.stores[read.store].discard(read.key)
+            if read.store == DISK:  # peers report the loss themselves, and announce the key again
+                self.stores[DISK].discard(read.key)
             self.host.release((read.host_block,))
             return 0
         host_block = self._publish(read.host_block, read.key)

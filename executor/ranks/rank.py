@@ -88,7 +88,11 @@ class Rank:
         )
         self._max_model_len, self._rebalancer = plan.max_model_len, self._make_rebalancer()
         self._runner: ModelRunner | None = None  # None while the rank sleeps
-        graph_bytes = self._start()
+        try:
+            graph_bytes = self._start()
+        except BaseException:
+            self._tiers.close()
+            raise
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),

@@ -3,11 +3,11 @@
 Every executor calls `open_tiers` and passes a factory for its copier. This module imports no torch.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -69,17 +69,25 @@ def open_tiers(
     num_blocks = _num_host_blocks(config, stride)
     block = RankBlock(stride, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)
     memory = {"host tier": (num_blocks + 1) * stride}
-    opened = dict(stores)
     if config.kv_disk_path:
         memory["disk tier"] = config.kv_disk_bytes // ranks
-        opened[DISK] = _open_disk(config, block)
-    opened |= {peer_name(peer): _open_peer(config, block, peer) for peer in config.kv_peers}
     if config.kv_peer_listen:
         memory["for peers"] = SERVE_BYTES
     with _naming(f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank"):
         arena = huge_array(num_blocks + 1, stride)  # host blocks take memory when they are first written
     serve = partial(_serve, config, block) if config.kv_peer_listen else None
-    transfers = RankTransfers(arena, make_copier(arena), opened, serve)
+    opened = dict(stores)
+    with contextlib.ExitStack() as undo:  # a directory stays locked, and memory pinned, until they are closed
+        copier = make_copier(arena)
+        undo.callback(copier.close)
+        if config.kv_disk_path:
+            opened[DISK] = _open_disk(config, block)
+            undo.callback(opened[DISK].close)
+        for peer in config.kv_peers:
+            opened[peer_name(peer)] = store = _open_peer(config, block, peer)
+            undo.callback(store.close)
+        transfers = RankTransfers(arena, copier, opened, serve)
+        undo.pop_all()
     return RankTiers(transfers, num_blocks, tuple(opened), serve is not None, memory)
 
 
@@ -141,7 +149,7 @@ def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> An
     return server
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming(given: str) -> Iterator[None]:
     """Turn an OSError into an ExecutorError that names the option and its value."""
     try:

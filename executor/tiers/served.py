@@ -46,8 +46,8 @@ class ServedBlocks:
 
     def overwrite(self, host: int, key: bytes) -> PendingContent:
         """Invalidate a host block that is about to be overwritten; call `fill` after the write."""
+        before = self._key_of.pop(host, None)  # before the version changes: `copy` reads them in the other order
         self._versions[host] += 1
-        before = self._key_of.pop(host, None)
         if before is not None and self._host_of.get(before) == host:  # otherwise another host block has it too
             del self._host_of[before]
             self._note(before)

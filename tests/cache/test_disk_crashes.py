@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,18 @@ def test_after_a_crash_what_came_since_a_clean_close_is_found_by_looking(tmp_pat
     with Rig(tmp_path / "b", cells=16) as rig:
         rig.finish_scan()
         assert rig.hits(*range(8)) == 8
+
+
+def test_what_a_scan_has_found_is_kept_by_a_close_that_follows_at_once(tmp_path: Path) -> None:
+    with Rig(tmp_path, cells=16) as rig:
+        assert rig.store(*range(8)) == 8
+    (index,) = tmp_path.rglob("index")
+    index.unlink()
+    with Rig(tmp_path, cells=16) as rig:
+        while rig.tier.stats()["scan_left"]:
+            time.sleep(0.001)
+    with Rig(tmp_path, cells=16) as rig:
+        assert rig.tier.stats()["scan_left"] == 0 and rig.hits(*range(8)) == 8
 
 
 def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:

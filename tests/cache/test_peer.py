@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer import server as peer_server
 from penstock.cache.tiers.peer.address import read_address, read_secret
-from penstock.cache.tiers.peer.store import PeerTier
+from penstock.cache.tiers.peer.store import Load, PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, Miss, checksum_seed
 from tests.support.peer_rig import (
     CHUNK,
@@ -207,6 +207,21 @@ def test_a_silent_peer_is_bypassed_and_comes_back() -> None:
         until(lambda: len(peer) == 40, "it is back")
         ticket = peer.start_load(KEYS[3], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: True}
+
+
+def test_pauses_double_while_a_peer_refuses_and_a_greeting_that_is_due_is_not_postponed() -> None:
+    with tier("tcp://127.0.0.1:1") as peer:
+        pauses_s = []
+        for _ in range(4):
+            peer._close_for_a_pause("refused")
+            pauses_s.append(peer._pause_s)
+        assert pauses_s == [0.05, 0.1, 0.2, 0.2]
+        peer._greet_at_s = 5.0
+        for ticket in (1, 2):
+            peer._sent[ticket] = Load(ticket, KEYS[ticket], memoryview(b""), 0.0)
+        peer._handle_reply(Miss(1, "busy"), [])
+        peer._end_late_loads(1e12)
+        assert peer._greet_at_s == 5.0 and not peer._sent
 
 
 def test_a_peer_that_dies_with_reads_in_flight_fails_them_all_and_its_keys_are_gone() -> None:

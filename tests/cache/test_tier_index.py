@@ -49,6 +49,16 @@ def test_the_nearest_store_that_has_a_key_is_read() -> None:
     assert [store for _, store, _, _ in index.take_reads()] == ["disk", "peer"]
 
 
+def test_a_peer_says_itself_what_it_has_lost() -> None:
+    index = TierIndex(4, ["disk", "peer"])
+    index.note({"disk": [key(1)], "peer": [key(2)]}, {})
+    for number in (1, 2):
+        assert index.complete(index.start_load(key(number)) or 0, False) == 0
+    assert (index.stores["disk"], index.stores["peer"]) == (set(), {key(2)})
+    index.note({}, {"peer": [key(2)]})
+    assert not index.stores["peer"]
+
+
 def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are() -> None:
     merge = ResultMerger(3)
     first = merge.merge([TransferResult([(1, True), (2, True)]), TransferResult([(1, True)])])

@@ -116,6 +116,15 @@ def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(f
             oracle(folder, kv_peer_listen=address)
 
 
+def test_an_engine_that_cannot_start_leaves_its_disk_to_the_next(folder: Path, disk: str) -> None:
+    (address,) = free_addresses(1)
+    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB"}
+    with oracle(folder, kv_peer_listen=address), pytest.raises(ExecutorError, match="Address already"):
+        oracle(folder, kv_peer_listen=address, **options)
+    with oracle(folder, **options) as llm:
+        assert llm.info.stores == ("disk",)
+
+
 def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
     first, second = free_addresses(2)
     with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, kv_peer_listen=second, kv_peers=[first]) as other:

@@ -73,7 +73,7 @@ class Keeper:
             for _ in range(min(SCAN_STRIDE, len(self._to_scan))):
                 self._scan(self._to_scan.popleft())
         with self._lock:
-            self._save(clean=not self._to_scan)
+            self._save(clean=not (self._to_scan or self.found))
 
     def _save(self, clean: bool = False) -> None:
         stand = self._table.num_changes, self._table.num_uses

@@ -219,6 +219,7 @@ class DiskTier:
         self._cancel("closed")
         ended = self._workers.stop(self._limits.close_s)
         self._finish_jobs()
+        self._adopt_found()
         if self._keeper.stop(self._limits.close_s) and ended:
             self._files.close()
 

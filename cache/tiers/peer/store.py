@@ -111,7 +111,7 @@ class PeerTier:
         self._greet_at_s = 0.0  # when to greet the peer next: a closed one, or an open one to get all its keys
         self._greeted_s: float | None = None  # when the unanswered greeting was sent
         self._opened_s = float("-inf")
-        self._pause_s = limits.health.first_pause_s
+        self._pause_s = 0.0
         self._num_errors = 0  # in a row
         self._last_reply_s = 0.0
         self._counts: Counter[str] = Counter()
@@ -268,8 +268,9 @@ class PeerTier:
 
     def _close_for_a_pause(self, reason: str) -> None:
         now_s, limits = time.monotonic(), self._limits.health
-        was_well = now_s - self._opened_s > limits.longest_pause_s
-        self._pause_s = limits.first_pause_s if was_well else min(2 * self._pause_s, limits.longest_pause_s)
+        was_well = self.is_open and now_s - self._opened_s > limits.longest_pause_s
+        longer_s = 0.0 if was_well else min(2 * self._pause_s, limits.longest_pause_s)
+        self._pause_s = max(limits.first_pause_s, longer_s)
         if self.is_open or not self._counts["bypasses"]:  # not again after each pause
             log.warning("peer %s: not used for a while: %s", self._endpoint, reason)
             self._counts["bypasses"] += 1
@@ -290,7 +291,7 @@ class PeerTier:
         while (load := self._oldest()) is not None and load.requested_s <= late_before_s:
             del self._sent[load.ticket]
             self._end(load, "late")
-            self._greet_at_s = now_s + REGREET_S
+            self._greet_at_s = min(self._greet_at_s, now_s + REGREET_S)
         while self._waiting and self._waiting[0].requested_s <= late_before_s:
             self._end(self._waiting.popleft(), "late")
 
@@ -366,7 +367,7 @@ class PeerTier:
             return
         if isinstance(message, Miss):
             if message.reason == "busy":
-                self._greet_at_s = now_s + REGREET_S
+                self._greet_at_s = min(self._greet_at_s, now_s + REGREET_S)
             self._end(load, "busy" if message.reason == "busy" else "gone")
         elif reason := self._copy_payload(load, message, payload):
             self._counts["corrupt"] += 1
