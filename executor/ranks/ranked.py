@@ -64,6 +64,7 @@ class RankedExecutor:
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # received since the last result
         self._adapters: set[str] = set()  # keys of adapters that all ranks hold
+        self._reported = [-1] * len(worker_watch.workers)  # by rank: the last step that it has reported
         self._answers: list[RankAnswer] = []  # answers to the last `_ask`
         self._merge = ResultMerger(len(worker_watch.workers))
         try:
@@ -87,7 +88,8 @@ class RankedExecutor:
 
     def collect(self) -> StepResult:
         step, allowed_s = self._due[0]
-        while not self._results:
+        # A step without rows asks all ranks what their stores hold, and every rank reports it.
+        while not self._results or not (step.rows or min(self._reported) >= step.step_id):
             left_s = self._begun_s + allowed_s - time.monotonic()
             if left_s <= 0:
                 what = f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline"
@@ -97,7 +99,7 @@ class RankedExecutor:
         self._begun_s = time.monotonic()
         result = self._results.popleft()
         assert result.step_id == step.step_id, "results out of order"
-        return result
+        return self._with_transfers(result)
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Load an adapter on all ranks; if one of them fails, no rank keeps it."""
@@ -181,8 +183,9 @@ class RankedExecutor:
                 continue
             if message.result.transfers is not None:
                 self._transfers.append(message.result.transfers)
+            self._reported[message.rank] = message.result.step_id
             if message.rank == 0:
-                self._results.append(self._with_transfers(message.result))
+                self._results.append(message.result)
 
     def _with_transfers(self, result: StepResult) -> StepResult:
         """Return the first rank's result with the transfer results that all ranks have reported so far."""

@@ -239,7 +239,7 @@ class ResultMerger:
                     completions.append((ticket, all_ok and ok))
                 else:
                     self._open[ticket] = (count + 1, all_ok and ok)
-            stores |= result.stores  # of the rank that reported last, because all ranks do the same
+            stores |= result.stores  # only the first rank reports them, because all ranks do the same
         found, lost = self._changes(results)
         num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
         slowest_s = max((result.copy_s for result in results), default=0.0)

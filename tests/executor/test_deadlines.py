@@ -1,32 +1,34 @@
-"""How long a step may take, and how long it took, where two are in flight."""
+"""What executor and ranks tell each other of steps: how long one may take, how long it took, what stores report."""
 
 import time
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult
+from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult, TransferResult
 from penstock.executor.ranks import ranked
 from penstock.executor.ranks.wire import Done, ModelLoaded
+from penstock.executor.ranks.worker import Finisher
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from tests.support.fake_engine import INFO
 
 
 class Ranks:
-    """One rank that is watched, and that time passes only by waiting for. It answers all steps but the last."""
+    """Ranks that are watched, and what they report. Time passes only while the executor waits for more."""
 
-    def __init__(self, num_answers: int) -> None:
-        self.workers = [None]
+    def __init__(self, *reports: Done) -> None:
+        self.workers = [None] * (1 + max(report.rank for report in reports))
         self.error = None
         self.now_s = 0.0
-        self._results = iter(Done(0, StepResult(step_id, [0])) for step_id in range(num_answers))
+        self._results = iter(reports)
 
     def monotonic(self) -> float:
         return self.now_s
 
     def wait_loaded(self, _progress: object) -> list[ModelLoaded]:
-        return [ModelLoaded(INFO)]
+        return [ModelLoaded(INFO)] * len(self.workers)
 
     def send(self, message: tuple[Any, ...], timeout_s: float) -> None:
         assert message and timeout_s > 0
@@ -45,7 +47,7 @@ class Ranks:
 
 
 def test_a_step_that_hangs_after_many_is_noticed_as_soon_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(100)
+    ranks = Ranks(*(Done(0, StepResult(step_id, [0])) for step_id in range(100)))
     monkeypatch.setattr(ranked, "time", ranks)
     executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
     for step_id in range(101):
@@ -55,6 +57,30 @@ def test_a_step_that_hangs_after_many_is_noticed_as_soon_as_the_first(monkeypatc
     with pytest.raises(TimeoutError, match="step 100 of 1 rows"):
         executor.collect()
     assert STEP_DEADLINE_S <= ranks.now_s <= STEP_DEADLINE_S + 2
+
+
+def test_a_step_without_rows_is_done_when_every_rank_has_said_what_its_stores_hold() -> None:
+    found = TransferResult(found={"disk": [b"key"]})
+    ranks = Ranks(*(Done(rank, StepResult(0, [], transfers=found)) for rank in range(3)))
+    executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
+    executor.submit(Step(0, [], []))
+    transfers = executor.collect().transfers
+    assert transfers is not None and transfers.found == {"disk": [b"key"]}
+
+
+def test_ranks_but_the_first_report_changes_and_no_statistics() -> None:
+    statistics = {"disk": {"hits": 1.0}}
+    quiet, busy = TransferResult(stores=statistics), TransferResult([(1, True)], stores=statistics)
+    launched = [
+        LaunchedStep(Step(number, [], [Row(0, 0, 1, True)]), 0.0, StepResult(number, [], transfers=transfers), False)
+        for number, transfers in enumerate((quiet, busy))
+    ]
+    runner, group, reporter = Mock(finish=lambda each: each.result), Mock(is_first=False, rank=1), Mock()
+    finisher = Finisher(Mock(runner=runner), group, reporter)
+    for each in launched:
+        finisher.take(each)
+    finisher.close()
+    reporter.report.assert_called_once_with(Done(1, StepResult(1, [], transfers=TransferResult([(1, True)]))))
 
 
 def test_the_time_of_a_step_does_not_count_that_of_the_step_before_it() -> None:
