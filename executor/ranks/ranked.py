@@ -188,11 +188,13 @@ class RankedExecutor:
                 self._results.append(message.result)
 
     def _with_transfers(self, result: StepResult) -> StepResult:
-        """Return the first rank's result with the transfer results that all ranks have reported so far."""
+        """Return the first rank's result with the transfer results that all ranks have reported so far. The counters of
+        its stores stand for those of all ranks, which do the same."""
         if result.transfers is None:
             return result
         received, self._transfers = self._transfers, []
-        return msgspec.structs.replace(result, transfers=self._merge.merge(received))
+        merged = msgspec.structs.replace(self._merge.merge(received), stores=result.transfers.stores)
+        return msgspec.structs.replace(result, transfers=merged)
 
 
 def open_multiproc(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> RankedExecutor:

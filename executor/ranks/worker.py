@@ -29,7 +29,6 @@ from penstock.executor.protocol import (
     ExecutorError,
     SleepLevel,
     Step,
-    StepResult,
     TransferResult,
     WeightsError,
 )
@@ -213,10 +212,9 @@ class Finisher:
         try:
             while (launched := self._launched.get()) is not None:
                 result = self._rank.runner.finish(launched)
-                if self._group.is_first:
-                    self._reporter.report(Done(0, result))
-                elif not launched.step.rows or (result.transfers is not None and _has_changes(result.transfers)):
-                    self._reporter.report(Done(self._group.rank, _without_statistics(result)))
+                is_asked = self._group.is_first or not launched.step.rows
+                if is_asked or (result.transfers is not None and _has_changes(result.transfers)):
+                    self._reporter.report(Done(self._group.rank, result))
                 self._launched.task_done()
         except Exception as error:  # top level of the thread; the rank cannot continue without it
             self._reporter.report(_failure(error))
@@ -225,13 +223,6 @@ class Finisher:
 
 def _has_changes(transfers: TransferResult) -> bool:
     return bool(transfers.completions or transfers.found or transfers.lost)
-
-
-def _without_statistics(result: StepResult) -> StepResult:
-    """Remove the counters of a rank's stores: those of the first rank stand for all."""
-    if result.transfers is None:
-        return result
-    return msgspec.structs.replace(result, transfers=msgspec.structs.replace(result.transfers, stores={}))
 
 
 if __name__ == "__main__":

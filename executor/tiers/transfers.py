@@ -229,9 +229,9 @@ class ResultMerger:
         self._has: dict[str, Counter[bytes]] = {}  # store → key → number of ranks that have it
 
     def merge(self, results: Sequence[TransferResult]) -> TransferResult:
-        """Merge results in any number and order; each rank's own results must be in their original order."""
+        """Merge results in any number and order, except the statistics of stores; each rank's own results must be in
+        their original order."""
         completions = []
-        stores: dict[str, dict[str, float]] = {}
         for result in results:
             for ticket, ok in result.completions:
                 count, all_ok = self._open.pop(ticket, (0, True))
@@ -239,11 +239,10 @@ class ResultMerger:
                     completions.append((ticket, all_ok and ok))
                 else:
                     self._open[ticket] = (count + 1, all_ok and ok)
-            stores |= result.stores  # only the first rank reports them, because all ranks do the same
         found, lost = self._changes(results)
         num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
         slowest_s = max((result.copy_s for result in results), default=0.0)
-        return TransferResult(completions, found, lost, num_copied, slowest_s, stores)
+        return TransferResult(completions, found, lost, num_copied, slowest_s)
 
     def _changes(self, results: Sequence[TransferResult]) -> tuple[dict[str, list[bytes]], dict[str, list[bytes]]]:
         before: dict[tuple[str, bytes], bool] = {}

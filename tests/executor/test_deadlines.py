@@ -3,14 +3,12 @@
 import time
 from collections.abc import Iterator
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 
 from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult, TransferResult
 from penstock.executor.ranks import ranked
 from penstock.executor.ranks.wire import Done, ModelLoaded
-from penstock.executor.ranks.worker import Finisher
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from tests.support.fake_engine import INFO
 
@@ -68,19 +66,21 @@ def test_a_step_without_rows_is_done_when_every_rank_has_said_what_its_stores_ho
     assert transfers is not None and transfers.found == {"disk": [b"key"]}
 
 
-def test_ranks_but_the_first_report_changes_and_no_statistics() -> None:
-    statistics = {"disk": {"hits": 1.0}}
-    quiet, busy = TransferResult(stores=statistics), TransferResult([(1, True)], stores=statistics)
-    launched = [
-        LaunchedStep(Step(number, [], [Row(0, 0, 1, True)]), 0.0, StepResult(number, [], transfers=transfers), False)
-        for number, transfers in enumerate((quiet, busy))
-    ]
-    runner, group, reporter = Mock(finish=lambda each: each.result), Mock(is_first=False, rank=1), Mock()
-    finisher = Finisher(Mock(runner=runner), group, reporter)
-    for each in launched:
-        finisher.take(each)
-    finisher.close()
-    reporter.report.assert_called_once_with(Done(1, StepResult(1, [], transfers=TransferResult([(1, True)]))))
+def test_statistics_of_stores_are_those_of_the_first_rank() -> None:
+    def report(rank: int, step_id: int, **numbers: float) -> Done:
+        return Done(
+            rank, StepResult(step_id, [0], transfers=TransferResult(stores={"disk": numbers} if numbers else {}))
+        )
+
+    ranks = Ranks(report(0, 0, hits=1.0), report(1, 0, hits=900.0), report(0, 1))
+    executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
+    seen = []
+    for step_id in range(2):
+        executor.submit(Step(step_id, [], [Row(0, step_id, 1, True)]))
+        transfers = executor.collect().transfers
+        assert transfers is not None
+        seen.append(transfers.stores)
+    assert seen == [{"disk": {"hits": 1.0}}, {}]
 
 
 def test_the_time_of_a_step_does_not_count_that_of_the_step_before_it() -> None:
