@@ -355,7 +355,7 @@ def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:
 
     rank, group = SimpleNamespace(runner=SimpleNamespace(finish=finish)), SimpleNamespace(is_first=False)
     finisher = Finisher(rank, group, None)  # type: ignore[arg-type]
-    finisher.take(object())  # type: ignore[arg-type]
+    finisher.take(SimpleNamespace(step=SimpleNamespace(rows=[None])))  # type: ignore[arg-type]
     waiting = threading.Thread(target=finisher.wait)
     waiting.start()
     assert begun.wait(60) and waiting.is_alive()
