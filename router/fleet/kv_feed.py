@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import zmq.asyncio
 
-from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Hello, Snapshot, StreamError
+from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, StreamError
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
@@ -91,8 +91,7 @@ class KvFeeds:
         if group is None or replica.url not in group.replicas or not frames:
             return True
         group.placement.apply_events(replica.url, frames)
-        # A snapshot follows a Hello, and ends with its last part.
-        return isinstance(frames[-1], Hello | Snapshot) or not group.placement.needs_snapshot(replica.url)
+        return not group.placement.needs_snapshot(replica.url)
 
     def _correct_block_size(self, replica: Replica, block_size: int) -> None:
         """Correct the replica's block size, which rebuilds its placement entry, and restart its feed."""
