@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -37,8 +37,11 @@ class NoEvents(Exception):
 
 
 class KvFeeds:
-    def __init__(self, fleet: Fleet) -> None:
+    """`can_follow`: asked before each feed of another engine, whether the router can use its events."""
+
+    def __init__(self, fleet: Fleet, can_follow: Callable[[Replica], Awaitable[bool]]) -> None:
         self._fleet = fleet
+        self._can_follow = can_follow
         self._context = zmq.asyncio.Context()  # starts no thread before its first socket
         self._by_url: dict[str, asyncio.Task[None]] = {}
 
@@ -56,7 +59,10 @@ class KvFeeds:
 
     async def _follow(self, replica: Replica) -> None:
         open_stream: Callable[[], AsyncGenerator[Sequence[Frame], None]] = partial(_engine_frames, replica)
+        replica.link = None
         if replica.backend.events is not None:
+            if not await self._can_follow(replica):
+                return
             info = replica.info
             replica.link = EngineSource(self._context, replica.backend, info.fingerprint, info.block_size)
             open_stream = replica.link.frames
