@@ -79,13 +79,13 @@ int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, d
     return row;
 }
 
-static void new_head(struct penstock_fleet *fleet, size_t row, double own, double now_s) {
+void penstock_fleet_new_head(struct penstock_fleet *fleet, size_t row, double own, double now_s) {
     fleet->head[row] = own;
     fleet->head_since[row] = now_s;
 }
 
 void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held, double now_s) {
-    if (fleet->waiting[row]++ == 0) new_head(fleet, row, own, now_s);
+    if (fleet->waiting[row]++ == 0) penstock_fleet_new_head(fleet, row, own, now_s);
     fleet->active[row] += 1;
     fleet->queued[row] += own;
     fleet->held[row] += held;
@@ -95,10 +95,9 @@ void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, 
     fleet->filled[row] += own;
 }
 
-void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own, double next, double now_s) {
+void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own) {
     fleet->waiting[row] -= 1;
     fleet->queued[row] -= own;
-    new_head(fleet, row, next, now_s);
 }
 
 void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held) {

@@ -19,9 +19,10 @@ int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, d
                               const int64_t *excluded, size_t num_excluded);
 
 /* Record the life of a request at `row`: placed, with `own` tokens to compute and `held` to store; answered with its
- * first token, where `next` are the own tokens of the request that waits longest now; finished. */
+ * first token; finished. If the request that waited longest no longer waits, also record the next one as the head. */
 void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held, double now_s);
-void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own, double next, double now_s);
+void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own);
+void penstock_fleet_new_head(struct penstock_fleet *fleet, size_t row, double own, double now_s);
 void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held);
 
 /* Per row, the index slots of its tiers: device, host, disk, and the older generation of an estimate. */

@@ -9,6 +9,7 @@ port. Each replica reports its address to an actor, from which the router's depl
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -29,10 +30,13 @@ import msgspec
 import ray
 from msgspec import Meta
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 
 from penstock.engine.options import converted
+
+log = logging.getLogger("penstock.router")
 
 REPORT_S = 15.0  # an address that was not reported for so long is forgotten
 FOLLOW_S = 0.5  # between two looks of the router's deployment at the addresses
@@ -172,22 +176,32 @@ class Router:
         self._file = Path(tempfile.mkdtemp(prefix="penstock-router-")) / "replicas.txt"
         self._file.touch()
         self._router = Program([*words, "--discover", f"file:{self._file}"])
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def _follow(self) -> None:
-        known: list[str] = []
-        while True:
-            time.sleep(FOLLOW_S)
-            urls = ray.get(self._addresses.urls.remote())
-            if urls is not None and urls != known:
-                self._file.write_text("".join(f"{url}\n" for url in urls))
-                known = urls
+        self._follower = threading.Thread(target=_follow, args=(self._addresses, self._file), daemon=True)
+        self._follower.start()
 
     async def check_health(self) -> None:
+        if not self._follower.is_alive():
+            raise RuntimeError("the thread that writes the list of replicas has ended")
         await asyncio.to_thread(self._router.fetch, "/health")
 
     async def __del__(self) -> None:
         await self._router.stop()
+
+
+def _follow(addresses: Any, file: Path) -> None:
+    """Keep the addresses of all replicas in the file. While they cannot be read or written, the file stays as it is."""
+    known: list[str] = []
+    fresh = file.with_suffix(".new")
+    while True:
+        time.sleep(FOLLOW_S)
+        try:
+            urls = ray.get(addresses.urls.remote())
+            if urls is not None and urls != known:
+                fresh.write_text("".join(f"{url}\n" for url in urls))
+                fresh.replace(file)  # at once: the router never reads a part of the list
+                known = urls
+        except (RayError, OSError) as error:
+            log.warning("the list of replicas was not updated: %s", error)
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -91,7 +91,7 @@ class RouterProcess:
         begin_trace, self._export_spans = spans_of(config)
         self.app = RouterApp(config, self.fleet, prompts, begin_trace)
         self.prober = Prober(self.fleet, self._on_info)
-        self.feeds = KvFeeds(self.fleet)
+        self.feeds = KvFeeds(self.fleet, self._can_follow)
         self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
         self.fleet.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
@@ -139,13 +139,10 @@ class RouterProcess:
                 "cached is only guessed",
                 replica.url,
             )
-        if replica.backend.events is None:
-            self.feeds.watch(replica)
-        else:
-            self.fleet.tasks.spawn(self._follow_engine(replica))
+        self.feeds.watch(replica)
 
-    async def _follow_engine(self, replica: Replica) -> None:
-        """Follow the engine's events if the router makes the same tokens, because the events name blocks by their tokens."""
+    async def _can_follow(self, replica: Replica) -> bool:
+        """Return whether the router makes the engine's tokens, because its events name blocks by their tokens."""
         is_same: bool | None = False
         if self.prompts.tokenizer is not None:
             is_same = await tokenizes_alike(replica, self.prompts, self.config.timeouts.response_s)
@@ -155,10 +152,9 @@ class RouterProcess:
                 "cached is only guessed",
                 replica.url,
             )
-            return
-        if is_same is None:
+        elif is_same is None:
             log.warning("%s has no /tokenize: that it makes the tokens of --tokenizer is not checked", replica.url)
-        self.feeds.watch(replica)
+        return is_same is not False
 
 
 def prompt_reader_of(config: RouterConfig) -> PromptReader:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
 import zmq.asyncio
 
-from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, Hello, Snapshot, StreamError
+from penstock.engine.http.kv_stream import ALIVE_S, Frame, FrameReader, StreamError
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
@@ -37,8 +37,11 @@ class NoEvents(Exception):
 
 
 class KvFeeds:
-    def __init__(self, fleet: Fleet) -> None:
+    """`can_follow`: asked before each feed of another engine, whether the router can use its events."""
+
+    def __init__(self, fleet: Fleet, can_follow: Callable[[Replica], Awaitable[bool]]) -> None:
         self._fleet = fleet
+        self._can_follow = can_follow
         self._context = zmq.asyncio.Context()  # starts no thread before its first socket
         self._by_url: dict[str, asyncio.Task[None]] = {}
 
@@ -56,7 +59,10 @@ class KvFeeds:
 
     async def _follow(self, replica: Replica) -> None:
         open_stream: Callable[[], AsyncGenerator[Sequence[Frame], None]] = partial(_engine_frames, replica)
+        replica.link = None
         if replica.backend.events is not None:
+            if not await self._can_follow(replica):
+                return
             info = replica.info
             replica.link = EngineSource(self._context, replica.backend, info.fingerprint, info.block_size)
             open_stream = replica.link.frames
@@ -91,8 +97,7 @@ class KvFeeds:
         if group is None or replica.url not in group.replicas or not frames:
             return True
         group.placement.apply_events(replica.url, frames)
-        # A snapshot follows a Hello, and ends with its last part.
-        return isinstance(frames[-1], Hello | Snapshot) or not group.placement.needs_snapshot(replica.url)
+        return not group.placement.needs_snapshot(replica.url)
 
     def _correct_block_size(self, replica: Replica, block_size: int) -> None:
         """Correct the replica's block size, which rebuilds its placement entry, and restart its feed."""

@@ -33,7 +33,8 @@ class ReplicaCache:
         self.space = space
         self.num_blocks = num_blocks
         self.engine_id: str | None = None
-        self.seq: int | None = None  # of the last frame taken in; None: a snapshot is needed
+        self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet, or none since a gap
+        self.needs_snapshot = True  # and the current connection will not bring one
         self.last_frame_s = now_s
         self.hits_at_ends = False  # as its Hello states
         self.is_estimated = True  # until the first snapshot
@@ -93,7 +94,7 @@ class CacheMap:
             self._record_gap(cache)
 
     def _take_hello(self, cache: ReplicaCache, hello: Hello) -> None:
-        cache.seq = None  # a snapshot follows
+        cache.seq, cache.needs_snapshot = None, False  # a snapshot follows, perhaps not at once
         is_new = cache.engine_id not in (None, hello.engine_id)  # a new process, with an empty cache
         is_other = cache.hits_at_ends != hello.hits_at_ends  # the guessed keys had another meaning
         cache.engine_id, cache.hits_at_ends = hello.engine_id, hello.hits_at_ends
@@ -105,7 +106,7 @@ class CacheMap:
             self._forget(cache)
         self._store(cache, part.tier, part.keys)
         if part.is_last:
-            cache.seq = part.seq
+            cache.seq, cache.needs_snapshot = part.seq, False
             cache.is_estimated = False
 
     def _take_changes(self, cache: ReplicaCache, changes: Changes) -> None:
@@ -129,7 +130,7 @@ class CacheMap:
 
     def _record_gap(self, cache: ReplicaCache) -> None:
         self._count(cache, "event_gaps_total")
-        cache.seq = None
+        cache.seq, cache.needs_snapshot = None, True
 
     def _store(self, cache: ReplicaCache, tier: str, keys: bytes) -> None:
         layer = _layer(tier)
@@ -187,7 +188,8 @@ class CacheMap:
         self.index.age_predictions()
         for cache in self._caches.values():
             if not cache.is_estimated and now_s - cache.last_frame_s > self._config.stall_s:
-                cache.is_estimated, cache.seq = True, None
+                cache.is_estimated = cache.needs_snapshot = True
+                cache.seq = None
                 self._count(cache, "event_stalls_total")
 
     # -- cached tokens ----------------------------------------------------------------------------------

@@ -197,11 +197,14 @@ class ReplicaLoad:
 
     def answer(self, charge: "Charge", now_s: float) -> None:
         """Stop counting the charge as waiting: its first token has come, or never will."""
+        oldest = next(iter(self._waiting), None)
         if self._waiting.pop(charge, self) is self or self.is_gone:
             return
-        oldest = next(iter(self._waiting), None)
-        next_own = 0.0 if oldest is None else oldest.own_tokens
-        lib.penstock_fleet_answer(self.table.c, self.row, charge.own_tokens, next_own, now_s)
+        lib.penstock_fleet_answer(self.table.c, self.row, charge.own_tokens)
+        if charge is oldest:
+            following = next(iter(self._waiting), None)
+            own_tokens = 0.0 if following is None else following.own_tokens
+            lib.penstock_fleet_new_head(self.table.c, self.row, own_tokens, now_s)
 
     def reduce_work(self, charge: "Charge", own_tokens: float) -> None:
         """Lower the work that a waiting request is for this replica."""

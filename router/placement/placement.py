@@ -233,8 +233,8 @@ class Placement:
             self.caches.take(cache, frame)
 
     def needs_snapshot(self, name: str) -> bool:
-        """Return whether an event was missed or none has come yet. A new connection begins with a snapshot."""
-        return self._replicas[name].cache.seq is None
+        """Return whether an event was missed or no event stream has begun. A new connection begins with a snapshot."""
+        return self._replicas[name].cache.needs_snapshot
 
     # -- views ----------------------------------------------------------------------------------------
 

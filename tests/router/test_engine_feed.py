@@ -12,6 +12,7 @@ from tests.support.engine_publisher import StandIn, answer_with, names_of, remov
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import whole
 
 TEXT = "a long beginning " * 12
 IDS = byte_tokenizer().encode(TEXT)
@@ -116,6 +117,17 @@ def test_an_engine_that_is_taken_out_is_not_listened_to_any_more() -> None:
         follower = router.router.feeds._by_url[engine.http.url]
         router.call(lambda: router.app.apply("DELETE", Backend.of(engine.http.url)))
         until(follower.done)
+
+
+def test_an_engine_that_has_come_to_make_other_tokens_is_not_listened_to_any_more() -> None:
+    with followed() as (router, engine, _):
+        feeds, url = router.router.feeds, engine.http.url
+        follower = feeds._by_url[url]
+        engine.http.answer = lambda seen, sock: whole(b'{"tokens": [1]}')
+        engine.http.models = b'{"data": [{"id": "another"}]}'
+        until(follower.done)
+        until(feeds._by_url[url].done)
+        assert router.view(url)["events"] is None
 
 
 def test_the_cached_tokens_in_another_engines_answers_are_compared_with_the_prediction() -> None:

@@ -7,19 +7,19 @@ import threading
 
 import pytest
 
-from penstock.engine.http.kv_stream import Changes, Frame, Hello, pack, snapshot
+from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, pack, snapshot
 from penstock.router.fleet import kv_feed
 from penstock.router.http.upstream import Dechunker
 from tests.support.router_fleet import mock_replicas, running_router, until
-from tests.support.router_stub import STREAM, Seen, stub
+from tests.support.router_stub import STREAM, Hold, Seen, stub
 
 TEXT = "a long beginning " * 20
 BEGINNING: list[Frame] = [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})]
 
 
-def send(sock: socket.socket, *frames: Frame) -> None:
+def chunk(*frames: Frame) -> bytes:
     data = b"".join(map(pack, frames))
-    sock.sendall(b"%x\r\n%s\r\n" % (len(data), data))
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def test_what_a_replica_caches_is_known_and_predicted_exactly() -> None:
@@ -58,16 +58,28 @@ def test_a_stream_with_a_gap_or_that_stalls_is_left_and_connected_to_again(
         nonlocal num_streams
         num_streams += 1
         sock.sendall(STREAM)
-        send(sock, *BEGINNING)
+        sock.sendall(chunk(*BEGINNING))
         while not may_end.wait(0.2):  # so that no two frames are read together
             if fault == "gap":
-                send(sock, Changes(7, "device", b"", b"", False))
+                sock.sendall(chunk(Changes(7, "device", b"", b"", False)))
 
     with stub() as backend:
         backend.questions[b"/kv_events"] = events
         with running_router(backend.url):
             until(lambda: num_streams >= 2)
             may_end.set()
+
+
+def test_a_stream_whose_snapshot_is_late_is_kept() -> None:
+    events = Hold(first=STREAM + chunk(BEGINNING[0], Alive(0)), answer=chunk(*BEGINNING[1:]))
+    with stub() as backend:
+        backend.questions[b"/kv_events"] = events
+        with running_router(backend.url) as router:
+            (group,) = router.fleet.groups.values()
+            until(lambda: group.placement._replicas[backend.url].cache.engine_id == "e")
+            events.go.set()
+            until(lambda: router.view(backend.url)["placement"]["knowledge"] == "events")
+    assert len(events.seen) == 1
 
 
 def test_chunks_come_off_wherever_the_bytes_are_cut() -> None:

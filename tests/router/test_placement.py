@@ -69,6 +69,18 @@ def test_load_is_released_exactly_once(ending: str) -> None:
     placement.check()
 
 
+def test_the_oldest_request_keeps_its_progress_when_another_one_ends() -> None:
+    placement, clock = fleet(1)
+    first, second, third = (placement.choose(None, num_tokens=num_tokens) for num_tokens in (1000, 100, 300))
+    assert first is not None and second is not None and third is not None
+    clock.now_s += 0.5
+    second.release(False)
+    assert placement.loads.backlog_of(0, clock.now_s) == 1300 - 500
+    first.release()
+    assert placement.loads.backlog_of(0, clock.now_s) == 300, "the turn of the third has only come now"
+    assert placement.loads.backlog_of(0, clock.now_s + 0.25) == 300 - 250
+
+
 def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
     """Steps of 50 ms, shared by two: an answer delays a first token by 25 ms, not by the 4 ms of the beginning."""
     placement, clock = fleet(2, wear=0.0)

@@ -1,5 +1,6 @@
 """The Ray Serve application: its arguments, and a fleet of real servers and a router on a real local Ray."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -47,6 +49,46 @@ def test_the_applications_of_the_configuration_file_can_be_built() -> None:
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with code 2: penstock: model: there is no folder .*/missing"):
         ray_serve.Program(["serve", str(tmp_path / "missing"), "--port", "0"])
+
+
+def test_the_list_of_replicas_is_replaced_as_a_whole_and_an_error_is_followed_by_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, write = tmp_path / "replicas.txt", Path.write_text
+    contents: list[str] = []  # at each look
+    file.touch()
+
+    def write_a_part(path: Path, text: str) -> None:
+        write(path, text[:14])
+        raise OSError("no space is left")
+
+    def addresses(_: Any) -> list[str]:
+        contents.append(file.read_text())
+        match len(contents):
+            case 1:
+                return ["http://a:1"]
+            case 2:
+                raise ray.exceptions.RayError("the actor has died")
+            case 3:
+                monkeypatch.setattr(Path, "write_text", write_a_part)
+            case 4:
+                monkeypatch.setattr(Path, "write_text", write)
+            case 5:
+                raise EOFError
+        return ["http://a:1", "http://b:1"]
+
+    monkeypatch.setattr(ray_serve, "FOLLOW_S", 0)
+    monkeypatch.setattr(ray, "get", addresses)
+    with pytest.raises(EOFError):
+        ray_serve._follow(Mock(), file)
+    one = "http://a:1\n"
+    assert contents == ["", one, one, one, f"{one}http://b:1\n"]
+
+
+def test_a_router_whose_list_of_replicas_is_not_written_any_more_is_unhealthy() -> None:
+    router = Mock(_follower=threading.Thread())  # which is not alive
+    with pytest.raises(RuntimeError, match="the list of replicas"):
+        asyncio.run(ray_serve.Router.check_health(router))
 
 
 class Clients:

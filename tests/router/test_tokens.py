@@ -143,6 +143,18 @@ def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
 
 
+@pytest.mark.parametrize(
+    ("path", "num_tokens"),
+    [
+        *(("/v1/embeddings", 100), ("/score", 100), ("/v2/rerank", 100), ("/classify", 100)),
+        *(("/tokenize", 0), ("/detokenize", 0), ("/v1/messages/count_tokens", 0), ("/v1/responses/resp_1/cancel", 0)),
+    ],
+)
+def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:
+    prepared = PromptReader().prepare(path, b"x" * 400, RequestFields(), Placement(PolicyConfig()))
+    assert (prepared.prompt, prepared.num_tokens) == (None, num_tokens)
+
+
 def test_a_replica_with_another_tokenizer_is_sent_text() -> None:
     models = {"object": "list", "data": [{"id": "m", "text_digest": "another"}]}
     with stub() as backend:
