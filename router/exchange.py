@@ -155,6 +155,7 @@ class Exchange:
         leg = self.leg = Leg(self._fleet, charge, self, self.trace.leg(charge))
         self._status = 0
         self._num_data = self._num_reported = 0
+        self._quiet_since_s = time.monotonic()  # of this attempt: the one before may have been quiet for minutes
         if group.prefills is not None:
             self._split(group.prefills, charge)
         lines, body = routed.form_for(leg.replica)
@@ -299,6 +300,8 @@ class Exchange:
             self._break_off(self.leg, reason)
         elif (outcome := self.leg.loss()) is not None:
             self._leg_failed(outcome, reason)
+        else:  # it is sent once more, to the same replica
+            self._quiet_since_s = time.monotonic()
 
     @property
     def _shows_tokens(self) -> bool:

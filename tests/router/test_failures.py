@@ -302,6 +302,25 @@ def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None
         assert sorted(router.complete().status_code for _ in range(2)) == [200, 504]
 
 
+@pytest.mark.parametrize("num_before", [0, 2])  # with kept connections, a new one to the same replica comes first
+def test_every_attempt_has_the_whole_response_timeout(num_before: int) -> None:
+    first, second = holds = Hold(answer=None), Hold()
+    with stub_fleet(ok, ok, policy="round-robin") as (router, backends):
+        assert [router.complete().status_code for _ in range(num_before)] == [200] * num_before
+        answers = iter(holds)
+        for each in backends:
+            each.answer = lambda seen, sock: next(answers)(seen, sock)
+        with clients(router.port, post()) as (sock,):
+            assert first.is_asked.wait(60)
+            broke_s = time.monotonic()
+            first.go.set()
+            assert second.is_asked.wait(60)
+            (running,) = router.app.exchanges
+            router.call(lambda: running.check_progress(broke_s + 60, 60))
+            second.go.set()
+            assert status(read_all(sock)) == 200
+
+
 def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
     def once(seen: Seen, sock: socket.socket) -> None:
         sock.sendall(whole())  # and hangs up, without having said so
