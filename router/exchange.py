@@ -197,6 +197,8 @@ class Exchange:
         leg, prefill, status = self.leg, self.prefill, self._status
         assert leg is not None
         self.state, self.leg, self.prefill = "between", None, None
+        if status and outcome != "busy":
+            self._answer.held.clear()  # a part of a busy replica's answer is no answer
         leg.end(outcome, status, reason, is_ok=outcome == "answered" and status < 500)
         if prefill is not None:
             prefill.end()
@@ -208,12 +210,14 @@ class Exchange:
         self._tried |= {leg.replica.url}
         self._num_lost += outcome == "lost"
         is_unclear = outcome in ("lost", "moved")  # the replica may have read the request
+        # A request that may have run does not end with another replica's 429 or 503, which would invite the client to repeat it.
         if outcome == "late":
-            self._give_up(HttpError(504, f"the replica did not answer: {reason}"))
+            self.refuse(HttpError(504, f"the replica did not answer: {reason}"))
         elif outcome == "exhausted":  # every other replica would fail in the same way
             message = f"the router has no resources left for another connection: {reason}"
             self._give_up(HttpError(503, message, headers={"retry-after": "1"}))
         elif is_unclear and leg.upstream is not None and not self._routed.is_repeatable:
+            self._answer.held.clear()
             self._do_not_retry(outcome, f"{reason}; the request may have taken effect, so it is not sent again")
         elif self._num_lost >= MAX_LOST:
             self._do_not_retry(outcome, reason)

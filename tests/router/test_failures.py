@@ -261,6 +261,33 @@ def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_a
         until(lambda: {key[2]: count for key, count in counts.items() if key[0] == "requests"} == {200: 6, 429: 1})
 
 
+def test_a_busy_replicas_answer_that_breaks_off_is_not_passed_on() -> None:
+    def break_off(seen: Seen, sock: socket.socket) -> None:
+        sock.sendall(whole(b"{}", b"429 Too Many Requests")[:-1])
+
+    with stub_fleet(break_off) as (router, _):
+        answer = router.complete()
+        assert answer.status_code == 503 and "error" in answer.json()
+
+
+@pytest.mark.parametrize(("path", "expected"), [("/v1/responses", 502), ("/v1/completions", 504)])
+def test_a_busy_replicas_answer_does_not_hide_that_a_request_may_have_run(path: str, expected: int) -> None:
+    """After a 429 the client would send the request again, although the replica that was asked next has read it."""
+    full, hold = whole(b"{}", b"429 Too Many Requests"), Hold(answer=None)
+    answers = iter(list[Answer]([lambda seen, sock: full, hold]))
+    request = post().replace(b"/v1/completions", path.encode())
+    with (
+        stub_fleet(*2 * [lambda seen, sock: next(answers)(seen, sock)]) as (router, _),
+        clients(router.port, request) as (sock,),
+    ):
+        assert hold.is_asked.wait(60)
+        if expected == 504:
+            (running,) = router.app.exchanges
+            router.call(lambda: running.check_progress(time.monotonic() + 61, 60))
+        hold.go.set()
+        assert status(read_all(sock)) == expected
+
+
 def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial() -> None:
     with stub_fleet(sick, ok, policy="round-robin") as (router, (bad, _)):
         codes = [router.complete().status_code for _ in range(4 * FAILURES_TO_EJECT)]
