@@ -24,6 +24,7 @@ from penstock.router.leg import NO_SPAN, Leg, LegSpan
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES
+from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import PrefillLeg, start_prefill
 from penstock.router.routed_request import RoutedRequest
 
@@ -309,8 +310,11 @@ class Exchange:
 
     @property
     def _shows_tokens(self) -> bool:
-        """Tell whether the answer's times say how fast the replica is; a whole answer begins after its last token."""
-        return self._status < 400 and self._answer.head.is_stream
+        """Tell whether the answer's times say how fast the replica is; a whole answer begins after its last token, and other
+        engines begin the streams of agents' APIs before the prefill (with response.created)."""
+        if self._status >= 400 or not self._answer.head.is_stream or self.leg is None:
+            return False
+        return self.leg.replica.text_digest is not None or self.request.path in (CHAT, COMPLETIONS)
 
     def _begin(self, data: bytes) -> None:
         """Write the first byte. From here on no other replica can be asked."""
