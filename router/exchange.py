@@ -392,7 +392,7 @@ class Exchange:
         quiet_s = now_s - self._quiet_since_s
         reason = f"not a byte for {quiet_s:.0f} s"
         if self.state == "relaying":
-            if quiet_s > (min(response_s, STALLED_S) if leg.replica.state == "down" else response_s):
+            if quiet_s > (min(response_s, STALLED_S) if leg.replica.is_down else response_s):
                 self._break_off(leg, reason)
         elif quiet_s > response_s:
             self._leg_failed("late", reason)

@@ -17,6 +17,7 @@ import pytest
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.router.exchange import STALLED_S
 from penstock.router.fleet.fleet import RESERVE, RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
 from penstock.router.http.heads import ClientRequest
@@ -33,7 +34,7 @@ from tests.support.router_fleet import (
     stub_fleet,
     until,
 )  # fmt: skip
-from tests.support.router_stub import Answer, Hold, Seen, hang_up, ok, stub, whole
+from tests.support.router_stub import EVENT, STREAM, Answer, Hold, Seen, hang_up, ok, stub, whole
 
 
 def sick(seen: Seen, sock: socket.socket) -> bytes:
@@ -152,6 +153,37 @@ def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
             assert status(read_all(sock)) == 200
         until(lambda: not router.fleet.detached)
         assert router.complete().status_code == 200
+
+
+def look(router: RunningRouter, now_s: float) -> None:
+    """Let the router look at its running requests as if it were `now_s`."""
+
+    def look_at_each() -> None:
+        for each in list(router.app.exchanges):
+            each.check_progress(now_s, response_s=60)
+
+    router.call(look_at_each)
+
+
+def test_a_removed_replica_that_dies_keeps_no_request_waiting() -> None:
+    """Its connections stay open, as those of a host without power do."""
+    waits, streams = holds = Hold(), Hold(first=STREAM + EVENT)
+    with stub_fleet(ok, ok, policy="round-robin", admin_api_keys=(ADMIN,)) as (router, (dying, _)):
+        replica, answers = router.fleet.replicas[dying.url], iter(holds)
+        dying.answer = lambda seen, sock: next(answers)(seen, sock)
+        with clients(router.port, *4 * [post()]) as socks:
+            assert waits.is_asked.wait(60) and streams.is_asked.wait(60)
+            until(lambda: "relaying" in [each.state for each in list(router.app.exchanges)])
+            assert router.change("DELETE", url=dying.url).status_code == 200
+            dying.is_dying = True
+            until(lambda: replica.num_in_flight == 1)
+            now_s = time.monotonic()
+            look(router, now_s)  # which reports the event
+            look(router, now_s + STALLED_S + 1)
+            results = [read_all(sock) for sock in socks]
+        assert [status(each) for each in results] == [200] * 4
+        assert sum(b"[DONE]" in each for each in results) == 1
+        until(lambda: not router.fleet.detached and dying.url not in router.fleet.replicas)
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
@@ -282,8 +314,7 @@ def test_a_busy_replicas_answer_does_not_hide_that_a_request_may_have_run(path: 
     ):
         assert hold.is_asked.wait(60)
         if expected == 504:
-            (running,) = router.app.exchanges
-            router.call(lambda: running.check_progress(time.monotonic() + 61, 60))
+            look(router, time.monotonic() + 61)
         hold.go.set()
         assert status(read_all(sock)) == expected
 
@@ -342,8 +373,7 @@ def test_every_attempt_has_the_whole_response_timeout(num_before: int) -> None:
             broke_s = time.monotonic()
             first.go.set()
             assert second.is_asked.wait(60)
-            (running,) = router.app.exchanges
-            router.call(lambda: running.check_progress(broke_s + 60, 60))
+            look(router, broke_s + 60)
             second.go.set()
             assert status(read_all(sock)) == 200
 
