@@ -36,6 +36,7 @@ TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
 PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 ROOT = b"This is a Penstock router. The API is under /v1, the fleet at /replicas; every replica has a page of its own at /.\n"
 ID = re.compile(r"[\w.-]{1,256}", re.ASCII)  # of a stored response
+NOT_STORED = {400, 404, 405}  # how replicas answer that they do not store a response; vLLM: 400 for a foreign id
 NULL = msgspec.Raw(b"null")
 _REQUEST_ID = re.compile(rb"^x-request-id:[ \t]*([^\r]*)\r\n", re.MULTILINE)
 
@@ -195,25 +196,32 @@ class RouterApp:
         return self.fleet.group_of(parsed.model), None
 
     async def _holder_of(self, response_id: str, model: str | None, request: ClientRequest) -> Replica | None:
-        """Ask the replicas which of them stores the response; None if no replica says so."""
+        """Ask the replicas which of them stores the response; None if none of them does. Raise HttpError if that is not known,
+        because a client takes a 404 for the end of the response."""
         groups = self.fleet.groups.values() if model is None else (self.fleet.group_of(model),)
-        replicas = [each for group in groups for each in group.replicas.values() if self.fleet.is_available(each)]
+        replicas = [each for group in groups for each in group.replicas.values()]
         if len(replicas) == 1:
             return replicas[0]
         if not ID.fullmatch(response_id):
             return None
         client_key = self._client_key(request)
 
-        async def has(replica: Replica) -> bool:
+        async def ask(replica: Replica) -> int:
             lines, timeout_s = replica.key_line or client_key, self.config.timeouts.probe_timeout_s
             try:
-                status, _ = await fetch(replica.pool, f"{STORED}{response_id}", lines, timeout_s)
+                return (await fetch(replica.pool, f"{STORED}{response_id}", lines, timeout_s))[0]
             except (ConnectFailed, TimeoutError):
-                return False
-            return status == 200
+                return 0
 
-        found = await asyncio.gather(*map(has, replicas))
-        return next((replica for replica, is_here in zip(replicas, found, strict=True) if is_here), None)
+        asked = [each for each in replicas if not each.is_down]
+        statuses = await asyncio.gather(*map(ask, asked))
+        for status in (200, 401, 403):  # a replica that refuses the key says so itself
+            if status in statuses:
+                return asked[statuses.index(status)]
+        if num_unknown := len(replicas) - sum(map(NOT_STORED.__contains__, statuses)):
+            message = f"response_id: {clip(response_id)!r} may be at {num_unknown} of {len(replicas)} replicas, which cannot say so now"
+            raise HttpError(503, message, headers={"retry-after": "1"})
+        return None
 
     def _routed(self, path: str, request: ClientRequest, parsed: RequestFields, group: ReplicaGroup) -> RoutedRequest:
         """Prepare the request for the replicas of the group. Safe in any thread."""

@@ -24,6 +24,7 @@ from penstock.router.leg import NO_SPAN, Leg, LegSpan
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import NO_NAMES
+from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import PrefillLeg, start_prefill
 from penstock.router.routed_request import RoutedRequest
 
@@ -155,6 +156,7 @@ class Exchange:
         leg = self.leg = Leg(self._fleet, charge, self, self.trace.leg(charge))
         self._status = 0
         self._num_data = self._num_reported = 0
+        self._quiet_since_s = time.monotonic()  # of this attempt: the one before may have been quiet for minutes
         if group.prefills is not None:
             self._split(group.prefills, charge)
         lines, body = routed.form_for(leg.replica)
@@ -196,6 +198,8 @@ class Exchange:
         leg, prefill, status = self.leg, self.prefill, self._status
         assert leg is not None
         self.state, self.leg, self.prefill = "between", None, None
+        if status and outcome != "busy":
+            self._answer.held.clear()  # a part of a busy replica's answer is no answer
         leg.end(outcome, status, reason, is_ok=outcome == "answered" and status < 500)
         if prefill is not None:
             prefill.end()
@@ -207,12 +211,14 @@ class Exchange:
         self._tried |= {leg.replica.url}
         self._num_lost += outcome == "lost"
         is_unclear = outcome in ("lost", "moved")  # the replica may have read the request
+        # A request that may have run does not end with another replica's 429 or 503, which would invite the client to repeat it.
         if outcome == "late":
-            self._give_up(HttpError(504, f"the replica did not answer: {reason}"))
+            self.refuse(HttpError(504, f"the replica did not answer: {reason}"))
         elif outcome == "exhausted":  # every other replica would fail in the same way
             message = f"the router has no resources left for another connection: {reason}"
             self._give_up(HttpError(503, message, headers={"retry-after": "1"}))
         elif is_unclear and leg.upstream is not None and not self._routed.is_repeatable:
+            self._answer.held.clear()
             self._do_not_retry(outcome, f"{reason}; the request may have taken effect, so it is not sent again")
         elif self._num_lost >= MAX_LOST:
             self._do_not_retry(outcome, reason)
@@ -299,11 +305,16 @@ class Exchange:
             self._break_off(self.leg, reason)
         elif (outcome := self.leg.loss()) is not None:
             self._leg_failed(outcome, reason)
+        else:  # it is sent once more, to the same replica
+            self._quiet_since_s = time.monotonic()
 
     @property
     def _shows_tokens(self) -> bool:
-        """Tell whether the answer's times say how fast the replica is; a whole answer begins after its last token."""
-        return self._status < 400 and self._answer.head.is_stream
+        """Tell whether the answer's times say how fast the replica is; a whole answer begins after its last token, and other
+        engines begin the streams of agents' APIs before the prefill (with response.created)."""
+        if self._status >= 400 or not self._answer.head.is_stream or self.leg is None:
+            return False
+        return self.leg.replica.text_digest is not None or self.request.path in (CHAT, COMPLETIONS)
 
     def _begin(self, data: bytes) -> None:
         """Write the first byte. From here on no other replica can be asked."""
@@ -381,7 +392,7 @@ class Exchange:
         quiet_s = now_s - self._quiet_since_s
         reason = f"not a byte for {quiet_s:.0f} s"
         if self.state == "relaying":
-            if quiet_s > (min(response_s, STALLED_S) if leg.replica.state == "down" else response_s):
+            if quiet_s > (min(response_s, STALLED_S) if leg.replica.is_down else response_s):
                 self._break_off(leg, reason)
         elif quiet_s > response_s:
             self._leg_failed("late", reason)

@@ -190,7 +190,7 @@ class Fleet:
     def observing(self, replica: Replica) -> Iterator[None]:
         """Apply a change of state made in the block, as in `with fleet.observing(replica): replica.failed(…)`. Requests
         waiting at a replica that went down move to other replicas."""
-        before = replica.state
+        before, was_down = replica.state, replica.is_down
         try:
             yield
         finally:
@@ -199,8 +199,8 @@ class Fleet:
                 group = self.group_with(replica)
                 if group is not None:  # how many failing replicas are excluded depends on all of them
                     self.update_availability(group.replicas.values())
-                if replica.state == "down":
-                    self.on_down(replica)
+            if replica.is_down and not was_down:
+                self.on_down(replica)
 
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}

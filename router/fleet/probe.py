@@ -62,14 +62,12 @@ class Prober:
         task.add_done_callback(lambda _: self._watched.pop(replica))
 
     async def _watch(self, replica: Replica, watched: "ProbeState") -> None:
-        while replica.state != "removing":
+        while replica.state != "removing" or replica.num_in_flight:
             watched.wake.clear()
             await self._probe(replica, watched)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.probe_interval_s):
                     await watched.wake.wait()
-        while replica.num_in_flight:
-            await asyncio.sleep(0.05)
         self._fleet.forget(replica)
 
     async def _probe(self, replica: Replica, watched: "ProbeState") -> None:
@@ -77,7 +75,7 @@ class Prober:
             status = await self._ask_ready(replica, watched)
             watched.num_probes += 1
             is_due = watched.num_probes % PROBES_PER_LIST == 0
-            if status == 200 and (replica.root is None or not replica.is_up or is_due):
+            if status == 200 and replica.state != "removing" and (replica.root is None or not replica.is_up or is_due):
                 await self._update_models(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, ConnectFailed) and error.is_local:

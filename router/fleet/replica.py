@@ -37,6 +37,7 @@ class Replica:
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
+        self.is_down = False  # in the state "down"; a removed replica that still has requests can be down as well
         self.models: tuple[str, ...] = ()  # the names it serves; the first model's root names its group
         self.adapters: dict[str, str] = {}  # adapter name → its identifier in block keys
         self.root: str | None = None
@@ -132,8 +133,12 @@ class Replica:
         self._set("removing", "removed by the operator")
 
     def _set(self, state: State, reason: str) -> None:
+        if state != "removing":
+            self.is_down = state == "down"
         if self.state != "removing":  # which is the last one
             self.state, self.reason = state, reason
+        elif self.is_down:
+            self.reason = reason
 
     def check(self) -> None:
         assert self.num_in_flight >= 0

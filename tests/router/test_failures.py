@@ -17,6 +17,7 @@ import pytest
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.router.exchange import STALLED_S
 from penstock.router.fleet.fleet import RESERVE, RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
 from penstock.router.http.heads import ClientRequest
@@ -33,7 +34,7 @@ from tests.support.router_fleet import (
     stub_fleet,
     until,
 )  # fmt: skip
-from tests.support.router_stub import Answer, Hold, Seen, hang_up, ok, stub, whole
+from tests.support.router_stub import EVENT, STREAM, Answer, Hold, Seen, hang_up, ok, stub, whole
 
 
 def sick(seen: Seen, sock: socket.socket) -> bytes:
@@ -154,6 +155,37 @@ def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
         assert router.complete().status_code == 200
 
 
+def look(router: RunningRouter, now_s: float) -> None:
+    """Let the router look at its running requests as if it were `now_s`."""
+
+    def look_at_each() -> None:
+        for each in list(router.app.exchanges):
+            each.check_progress(now_s, response_s=60)
+
+    router.call(look_at_each)
+
+
+def test_a_removed_replica_that_dies_keeps_no_request_waiting() -> None:
+    """Its connections stay open, as those of a host without power do."""
+    waits, streams = holds = Hold(), Hold(first=STREAM + EVENT)
+    with stub_fleet(ok, ok, policy="round-robin", admin_api_keys=(ADMIN,)) as (router, (dying, _)):
+        replica, answers = router.fleet.replicas[dying.url], iter(holds)
+        dying.answer = lambda seen, sock: next(answers)(seen, sock)
+        with clients(router.port, *4 * [post()]) as socks:
+            assert waits.is_asked.wait(60) and streams.is_asked.wait(60)
+            until(lambda: "relaying" in [each.state for each in list(router.app.exchanges)])
+            assert router.change("DELETE", url=dying.url).status_code == 200
+            dying.is_dying = True
+            until(lambda: replica.num_in_flight == 1)
+            now_s = time.monotonic()
+            look(router, now_s)  # which reports the event
+            look(router, now_s + STALLED_S + 1)
+            results = [read_all(sock) for sock in socks]
+        assert [status(each) for each in results] == [200] * 4
+        assert sum(b"[DONE]" in each for each in results) == 1
+        until(lambda: not router.fleet.detached and dying.url not in router.fleet.replicas)
+
+
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
     with mock_fleet(2, inter_token_s=0.02) as (router, replicas):
         body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}
@@ -261,6 +293,32 @@ def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_a
         until(lambda: {key[2]: count for key, count in counts.items() if key[0] == "requests"} == {200: 6, 429: 1})
 
 
+def test_a_busy_replicas_answer_that_breaks_off_is_not_passed_on() -> None:
+    def break_off(seen: Seen, sock: socket.socket) -> None:
+        sock.sendall(whole(b"{}", b"429 Too Many Requests")[:-1])
+
+    with stub_fleet(break_off) as (router, _):
+        answer = router.complete()
+        assert answer.status_code == 503 and "error" in answer.json()
+
+
+@pytest.mark.parametrize(("path", "expected"), [("/v1/responses", 502), ("/v1/completions", 504)])
+def test_a_busy_replicas_answer_does_not_hide_that_a_request_may_have_run(path: str, expected: int) -> None:
+    """After a 429 the client would send the request again, although the replica that was asked next has read it."""
+    full, hold = whole(b"{}", b"429 Too Many Requests"), Hold(answer=None)
+    answers = iter(list[Answer]([lambda seen, sock: full, hold]))
+    request = post().replace(b"/v1/completions", path.encode())
+    with (
+        stub_fleet(*2 * [lambda seen, sock: next(answers)(seen, sock)]) as (router, _),
+        clients(router.port, request) as (sock,),
+    ):
+        assert hold.is_asked.wait(60)
+        if expected == 504:
+            look(router, time.monotonic() + 61)
+        hold.go.set()
+        assert status(read_all(sock)) == expected
+
+
 def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial() -> None:
     with stub_fleet(sick, ok, policy="round-robin") as (router, (bad, _)):
         codes = [router.complete().status_code for _ in range(4 * FAILURES_TO_EJECT)]
@@ -300,6 +358,24 @@ def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None
     timeouts = dataclasses.replace(QUICK, response_s=0.5)
     with stub_fleet(Hold(), ok, policy="round-robin", timeouts=timeouts) as (router, _):
         assert sorted(router.complete().status_code for _ in range(2)) == [200, 504]
+
+
+@pytest.mark.parametrize("num_before", [0, 2])  # with kept connections, a new one to the same replica comes first
+def test_every_attempt_has_the_whole_response_timeout(num_before: int) -> None:
+    first, second = holds = Hold(answer=None), Hold()
+    with stub_fleet(ok, ok, policy="round-robin") as (router, backends):
+        assert [router.complete().status_code for _ in range(num_before)] == [200] * num_before
+        answers = iter(holds)
+        for each in backends:
+            each.answer = lambda seen, sock: next(answers)(seen, sock)
+        with clients(router.port, post()) as (sock,):
+            assert first.is_asked.wait(60)
+            broke_s = time.monotonic()
+            first.go.set()
+            assert second.is_asked.wait(60)
+            look(router, broke_s + 60)
+            second.go.set()
+            assert status(read_all(sock)) == 200
 
 
 def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:

@@ -46,18 +46,21 @@ def test_many_requests_share_few_connections(router: RunningRouter, replicas: li
     assert all(len(replica.pool._idle) <= 2 for replica in router.fleet.replicas.values())
 
 
-def test_the_speed_of_a_replica_is_learned_from_streams_that_are_no_errors(
+def test_the_speed_of_a_replica_is_learned_from_streams_that_begin_with_a_token(
     before: RunningRouter, backend: Stub
 ) -> None:
-    def speed_after(answer: bytes) -> float:
+    def speed_after(answer: bytes, path: bytes = b"/v1/completions") -> float:
         backend.answer = lambda seen, sock: answer
-        exchange(before.port, post(b'{"prompt":"%d%s"}' % (len(backend.seen), b" long" * 2000)))
+        field = b"input" if path == b"/v1/responses" else b"prompt"
+        request = post(b'{"%s":"%d%s"}' % (field, len(backend.seen), b" long" * 2000))
+        exchange(before.port, request.replace(b"/v1/completions", path))
         (view,) = before.http.get("/replicas").json()["replicas"]
         return float(view["placement"]["prefill_tokens_per_s"])
 
     stream = STREAM + EVENT + b"0\r\n\r\n"
     known = speed_after(whole())
     assert speed_after(whole()) == speed_after(stream.replace(b"200 OK", b"400 Bad")) == known
+    assert speed_after(stream, b"/v1/responses") == known  # other engines send response.created before the prefill
     assert speed_after(stream) != known
 
 

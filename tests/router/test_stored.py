@@ -55,6 +55,28 @@ def test_a_response_that_no_replica_has_is_not_found() -> None:
         assert (len(first.seen), len(second.seen)) == (1, 0)
 
 
+@pytest.mark.parametrize("asked", [{}, {"input": "x", "previous_response_id": "resp_1"}])
+@pytest.mark.parametrize("fault", ["draining", "down", "error", "break"])
+def test_a_response_whose_replica_is_unavailable_is_not_said_to_be_lost(fault: str, asked: dict[str, str]) -> None:
+    with two() as (first, second, router):
+        second.is_ready, second.is_dying = fault != "draining", fault == "down"
+        if fault in ("draining", "down"):
+            until(lambda: router.state(second.url) == fault)
+        else:
+            second.questions[STORED] = lambda _seen, _sock: whole(b"{}", b"500 Error") if fault == "error" else None
+        path = "/v1/responses" if asked else "/v1/responses/resp_1"
+        answer = router.http.request("POST" if asked else "GET", path, json=asked or None)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert fault == "draining" or "of 2 replicas" in answer.json()["error"]["message"]
+        assert not first.seen
+
+
+def test_a_refused_key_is_not_taken_for_a_lost_response() -> None:
+    with two() as (_, second, router):
+        second.questions[STORED] = lambda _seen, _sock: whole(b"{}", b"401 Unauthorized")
+        assert router.http.get("/v1/responses/resp_1").status_code == 401
+
+
 def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
     with mock_fleet(2) as (router, _):
         before = None
@@ -69,11 +91,10 @@ def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
 def test_a_request_that_changes_what_is_stored_is_not_sent_again() -> None:
     with two() as (first, second, router):
         first.answer = second.answer = hang_up
-        answers = [
-            router.http.post("/v1/responses", json={"input": "x"}),
-            router.http.delete("/v1/responses/resp_1"),
-            router.http.post("/v1/responses/resp_1/cancel", json={}),
-        ]
+        answers = []
+        for method, path in (("POST", ""), ("DELETE", "/resp_1"), ("POST", "/resp_1/cancel")):
+            answers.append(router.http.request(method, f"/v1/responses{path}", json={"input": "x"}))
+            until(lambda: router.states() == ["up", "up"])
         assert [answer.status_code for answer in answers] == [502] * 3
         assert "not sent again" in answers[0].json()["error"]["message"]
         assert len(first.seen) + len(second.seen) == 3
