@@ -23,7 +23,6 @@ from penstock.router.http.heads import AnswerHead, ClientRequest
 from penstock.router.leg import NO_SPAN, Leg, LegSpan
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
-from penstock.router.placement.placement import NO_NAMES
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import PrefillLeg, start_prefill
 from penstock.router.routed_request import RoutedRequest
@@ -95,7 +94,7 @@ class Exchange:
         self.num_attempts = 0
         self._fleet, self._metrics, self._on_end = fleet, metrics, on_end
         self._answer = AnswerWriter(request, connection)
-        self._tried = self._prefills_tried = NO_NAMES
+        self._tried = self._prefills_tried = frozenset[str]()
         self._prefill_disabled = False  # no other replica computes the prompt any more
         self._num_lost = 0
         self._status = 0  # of the current leg's answer

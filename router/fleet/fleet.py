@@ -16,7 +16,7 @@ from penstock.router.backend import Backend
 from penstock.router.background import Tasks
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.replica import Outcome, Replica, State
-from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
@@ -39,7 +39,7 @@ class ReplicaGroup:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
 
-    def excluded_for(self, name: str | None, tried: frozenset[str] = NO_NAMES) -> frozenset[str]:
+    def excluded_for(self, name: str | None, tried: frozenset[str] = frozenset()) -> frozenset[str]:
         """Return the replicas that a request cannot use: those that it has tried, or that do not serve this model name."""
         if name is None or not self.is_mixed:
             return tried

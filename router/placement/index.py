@@ -74,10 +74,9 @@ class RouteIndex:
         raw = ffi.from_buffer(BYTES, keys)
         lib.penstock_route_remove(self._index, slot, raw, len(raw) // 8)
 
-    def predict(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
-        """Store predictions. `num_known`: how many leading keys may be facts of this slot already (default: all)."""
-        known = len(keys) if num_known is None else num_known
-        lib.penstock_route_predict(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
+    def predict(self, slot: int, keys: Keys, num_known: int) -> None:
+        """Store predictions, of which the first `num_known` may be facts of this slot already."""
+        lib.penstock_route_predict(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), num_known)
 
     def age_predictions(self) -> None:
         lib.penstock_route_age_predictions(self._index)

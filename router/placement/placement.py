@@ -25,7 +25,6 @@ from penstock.router.placement.load import Charge, LoadTable, PolicyConfig, Pred
 log = logging.getLogger("penstock.router")
 
 GUESSED_TOKENS = 2**18  # assumed capacity of a replica that reports none; small, so that a guess is forgotten in time
-NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,7 +122,7 @@ class Placement:
         *,
         num_tokens: int,
         session: str | None = None,
-        exclude: frozenset[str] = NO_NAMES,
+        exclude: frozenset[str] = frozenset(),
         expects: bool = True,
     ) -> Charge | None:
         """Choose a replica and charge it with the request; return None if no replica may take it. `expects`: count the prompt

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
             model.facts.setdefault(slot, set()).difference_update(keys.tolist())
         elif action < 0.8:
             slot, keys = rng.choice(slots), rng.choice(chains)
-            index.predict(slot, keys)
+            index.predict(slot, keys, len(keys))
             fresh = set(keys.tolist()) - model.facts.get(slot, set())
             model.predictions[0].setdefault(slot, set()).update(fresh)
         elif action < 0.85:
@@ -89,7 +90,7 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
     assert index.match(new)[slot] == 60
     assert index.match(old)[slot] == 40
     assert index.stats()["facts"] == 100 and index.stats()["evictions_total"] == 20
-    index.predict(slot, old[:40])  # asked for again
+    index.predict(slot, old[:40], 40)  # asked for again
     index.store(slot, chain(3, 50))
     assert index.match(old)[slot] == 40
     assert index.match(new)[slot] == 10
@@ -101,11 +102,11 @@ def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
     slot = index.add_slot(1000)
     known, hoped = chain(1, 100), chain(2, 50)
     index.store(slot, known)
-    index.predict(slot, hoped)
+    index.predict(slot, hoped, len(hoped))
     for flood in range(3, 30):
-        index.predict(slot, chain(flood, 50))
+        index.predict(slot, chain(flood, 50), 50)
     assert index.match(known)[slot] == 100 and index.match(hoped)[slot] == 0
-    index.predict(slot, hoped)
+    index.predict(slot, hoped, len(hoped))
     index.age_predictions()
     assert index.match(hoped)[slot] == 50
     index.age_predictions()
@@ -143,7 +144,8 @@ def test_threads_may_change_and_match_at_once() -> None:
         rng = random.Random(number)
         for _ in range(400):
             keys = chain(rng.randrange(40), 60)
-            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, index.predict]
+            predict = partial(index.predict, num_known=60)
+            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, predict]
             action = rng.choice(actions)
             action(rng.choice(slots), keys)
             counts = index.match(keys)
