@@ -350,8 +350,9 @@ class Executor(Protocol):
         ...
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Load the PEFT adapter in this folder, for steps submitted from now on; equal content is stored once. Raise
-        AdapterError if it cannot be used; then nothing has changed."""
+        """Load the PEFT adapter in this folder; equal content is stored once. No step may be in flight, because the ranks
+        finish their steps first, which may take longer than loading. Raise AdapterError if the adapter cannot be used;
+        then nothing has changed."""
         ...
 
     def unload_adapter(self, key: str) -> None:

@@ -211,8 +211,12 @@ def _take(
     elif isinstance(message, UnloadAdapter):
         core.unload_adapter(message.key)
     elif isinstance(message, Control):
+        outputs: list[Output] = []
+        if message.what in ("load_adapter", "update_weights"):
+            duty.end()  # the steps in flight have deadlines of their own
+            outputs += core.pauses.drain()
         duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
-        outputs = _control(core, message, pausing, done)
+        outputs += _control(core, message, pausing, done)
         duty.begin(TURN)
         return [*outputs]
     return []
@@ -236,7 +240,6 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
             case "resume":
                 pauses.resume()
             case "update_weights":
-                outputs = pauses.drain()
                 pauses.update_weights(message.path)
             case "sleep":
                 pauses.sleep(message.level)

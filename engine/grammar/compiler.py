@@ -6,6 +6,7 @@ schema to about 45 seconds of one core. Recursion may be as deep as the text is 
 caller has given up, another thread replaces it.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -89,7 +90,8 @@ class Compiler:
         Part of the work holds the GIL, for up to a second with 152k tokens: call it while nothing else runs.
         """
         if self._num_threads == 0:
-            self.start('start: "warm"')
+            with contextlib.suppress(RuntimeError):  # no thread starts: constrained requests will report it
+                self.start('start: "warm"')
 
     def start(self, source: str) -> Job:
         """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
@@ -101,12 +103,14 @@ class Compiler:
         return job
 
     def give_up(self, job: Job) -> None:
-        """Cancel a job that no request waits for any more. A thread that already runs it exits after the job."""
+        """Cancel a job that no request waits for any more. A thread that already runs it is replaced, and exits after
+        the job."""
         with self._lock:
             if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
                 return
-            self._given_up.add(job.result)
-        self._spawn()
+            with contextlib.suppress(RuntimeError):  # no other thread starts, so this one stays
+                self._spawn()
+                self._given_up.add(job.result)
 
     def close(self) -> None:
         for _ in range(self._num_threads):

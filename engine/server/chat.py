@@ -65,15 +65,15 @@ async def ask(
 
     async def begin(holds_optional: bool) -> ReadingPlan:
         plan, held = tools.plan(request, begun, calls, prompt, wanted, holds_optional=holds_optional)
-        with service.admit(params.n):
-            service.generate(
-                call,
-                request,
-                [prompt],
-                msgspec.structs.replace(params, structured_outputs=held),
-                kv_transfer=request.kv_transfer_params,
-                shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
-            )
+        # Not admitted again: a server that has begun to drain meanwhile still answers this call.
+        service.generate(
+            call,
+            request,
+            [prompt],
+            msgspec.structs.replace(params, structured_outputs=held),
+            kv_transfer=request.kv_transfer_params,
+            shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
+        )
         await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
         return plan
 

@@ -3,6 +3,8 @@
 The operator must enable these routes. Parameters may be in the query string or in a JSON body.
 """
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -68,12 +70,13 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Pause, and free the KV cache's memory; with level 2 also that of the weights."""
     request = _asked(SleepRequest, call, body)
     was_paused = service.engine.state.is_paused
-    await service.engine.control("pause", mode=request.mode)
     try:
+        await service.engine.control("pause", mode=request.mode)
         await service.engine.control("sleep", level=request.level)
-    except WeightsError:
+    except (WeightsError, asyncio.CancelledError):  # refused, or the client has left
         if not was_paused:
-            await service.engine.control("resume")
+            with contextlib.suppress(WeightsError):  # it sleeps, as the client wanted
+                await service.engine.control("resume")
         raise
     return {"status": "asleep"}
 

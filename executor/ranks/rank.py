@@ -129,13 +129,16 @@ class Rank:
 
     def _start(self) -> int:
         """Open a runner over the model and the blocks; return the size of its CUDA graphs in bytes."""
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None  # frees its memory before another runner takes as much
+        self._close_runner()  # frees its memory before another runner takes as much
         self._runner = self._open_runner(
             self.kv, self._max_model_len, self._tiers.transfers, self._rebalancer, self._graph_buckets
         )
         return self._capture(CudaMeter(self._device)) if _is_gpu(self._device) else 0
+
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
 
     def prepare_weights(self, source: str) -> bytes:
         """Load new weights beside the current ones; return their fingerprint. Raises WeightsError."""
@@ -172,8 +175,7 @@ class Rank:
         drops_weights = level == 2 or _is_gpu(self._device)
         if drops_weights:
             self._check_experts_stay()
-        self.runner.close()
-        self._runner = None
+        self._close_runner()
         self._move_blocks(self.kv[:0].clone())
         if level == 2:
             self._source = ""
@@ -196,9 +198,11 @@ class Rank:
             raise WeightsError(NO_WEIGHTS)
         if self._runner is None:
             try:
-                self._move_blocks(self._allocate(self.info.num_blocks))
-                self._start()
+                with naming_options("the KV cache and CUDA graphs", "free memory on the device, then wake it up again"):
+                    self._move_blocks(self._allocate(self.info.num_blocks))
+                    self._start()
             except ExecutorError as error:
+                self._close_runner()
                 self._move_blocks(self.kv[:0].clone())
                 raise WeightsError(f"wake_up: {error}") from None
 

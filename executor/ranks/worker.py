@@ -33,6 +33,7 @@ from penstock.executor.protocol import (
     WeightsError,
 )
 from penstock.executor.ranks.rank import Rank, choose_device
+from penstock.executor.ranks.ranked import WEIGHTS_S
 from penstock.executor.ranks.wire import (
     Beat,
     Done,
@@ -50,8 +51,9 @@ from penstock.executor.step.runner import LaunchedStep
 log = logging.getLogger("penstock.executor")
 
 Message = Sequence[Any]  # the kind and its buffers
-# The watcher of the processes detects a dead or hung rank much earlier; this limit is for processes without a watcher.
-COLLECTIVE_TIMEOUT_S = 300.0
+# A rank that has its weights waits in a collective for one that still reads. The watcher of the processes detects a dead
+# or stopped rank much earlier than this, and a step has its own deadline.
+COLLECTIVE_TIMEOUT_S = WEIGHTS_S
 JOIN_TIMEOUT_S = 120.0
 
 
@@ -149,6 +151,7 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered
             wait_for_workers=False,
             master_listen_fd=at.listen_fd if rank == 0 else None,
         )
+        store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))  # NCCL connects in the first collective
 
         def connect(name: str) -> Connections:
             return _backend(PrefixStore(name, store), rank, world, at.address, device)

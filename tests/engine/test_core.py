@@ -1,7 +1,9 @@
 """The core loop: what its heartbeat may conclude from a step's age."""
 
 import asyncio
-from typing import cast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,14 +12,23 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import engine_core
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.core.process import Duty, _serve, _take, heartbeat
+from penstock.engine.core.process import CONTROL_DEADLINES_S, Duty, _serve, _take, heartbeat
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.kv_stream import keys_in
-from penstock.engine.messages import CacheUpdate, Control, FromCore, Heartbeat, Shutdown, ToCore, WatchCache
+from penstock.engine.messages import (
+    CacheUpdate,
+    Control,
+    ControlReply,
+    FromCore,
+    Heartbeat,
+    Shutdown,
+    ToCore,
+    WatchCache,
+)
 from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
-from tests.support.oracle import OracleExecutor
+from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.simulation import submit
 
 CONFIG = EngineConfig(
@@ -134,6 +145,32 @@ def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pyt
     monkeypatch.setattr(core.executor, "collect", seen)
     _take(core, Control(1, "pause", mode="keep"), duty, [], [])
     assert overdue_s == [0.0]
+
+
+def test_steps_in_flight_are_collected_by_their_own_deadlines_before_an_adapter_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(CONTROL_DEADLINES_S, "load_adapter", -1.0)
+    config = msgspec.structs.replace(CONFIG.executor, enable_lora=True)
+    core, duty = EngineCore(CONFIG, OracleExecutor(config, 2)), Duty()
+    executor = core.executor
+    core.submit(submit("a", [1], max_tokens=3))
+    core.step()
+    seen: list[tuple[str, str, bool]] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            seen.append((name, heartbeat(core, duty).job, core.step_ends_s is not None))
+            return method(*given)
+
+        return call
+
+    for name in ("collect", "load_adapter"):
+        monkeypatch.setattr(executor, name, watched(name, getattr(executor, name)))
+    done: list[ControlReply] = []
+    (output,) = _take(core, Control(1, "load_adapter", path=content_folder(tmp_path, "a")), duty, [], done)
+    assert output is not None and output.request_id == "a" and done[0].adapter is not None
+    assert seen == [("collect", "a step", True), ("load_adapter", "load_adapter", False)]
 
 
 def ready() -> AsyncEngine:

@@ -14,6 +14,7 @@ from penstock.executor.models.digests import SAMPLE_BYTES, Digests
 from penstock.executor.models.load import LoadedModel, load_model
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.ranks.ranked import WEIGHTS_S
 from penstock.executor.ranks.wire import Rendezvous
 from penstock.executor.ranks.worker import join
 from tests.support.checkpoints import config_of
@@ -59,6 +60,11 @@ def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
     texts = [b"first", b"", b"x" * 1000]
     assert on_ranks(3, lambda group: group.gather_bytes(texts[group.rank])) == [texts] * 3
     assert RankGroup().gather_bytes(b"alone") == [b"alone"]
+
+
+def test_a_rank_that_has_its_weights_waits_for_as_long_as_another_one_may_read() -> None:
+    limits_s = on_ranks(2, lambda group: group._backend.options._timeout.total_seconds())  # type: ignore[union-attr]
+    assert min(limits_s) >= WEIGHTS_S
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.weight", "long", "short"])

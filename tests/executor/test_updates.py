@@ -22,6 +22,7 @@ from penstock.executor.kernels.cpu_layers import join_layers
 from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
+from penstock.executor.ranks import rank
 from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
@@ -315,6 +316,24 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
             executor.update_weights(str(folder("llama")))
         executor.wake(["kv_cache"])
         assert executor.info == info and said(executor) == first and mapped() == awake
+
+
+@pytest.mark.parametrize("error", [ExecutorError("no memory for graphs"), torch.OutOfMemoryError("out of memory")])
+def test_a_rank_sleeps_on_after_a_wake_up_that_fails_at_the_graphs(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = executor_of(folder("llama"))
+    first = said(executor)
+    executor.sleep(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "_is_gpu", lambda _device: True)
+        patch.setattr(rank.Rank, "_capture", mock.Mock(side_effect=error))
+        for _ in range(2):
+            with pytest.raises(WeightsError, match=r"wake_up: .*memory"):
+                executor.wake(["kv_cache"])
+            assert len(executor._rank.kv) == 0
+    executor.wake(["kv_cache"])
+    assert said(executor) == first
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -157,6 +157,7 @@ class OracleExecutor:
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Any file that there is in the folder is content."""
+        assert not self._queue, "an adapter is loaded while a step runs"
         content = hashlib.sha256()
         try:
             for file in sorted(Path(path).glob("*")):

@@ -5,6 +5,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits
@@ -86,6 +87,25 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
     gate.set()
     compile_within_limits(compiler, source_of("slow0"))
     assert len(before) > compiler_module.NUM_THREADS
+    compiler.close()
+
+
+def test_a_thread_that_cannot_be_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def load() -> GrammarVocabulary:
+        assert gate.wait(60)
+        return vocabulary()
+
+    monkeypatch.setattr(compiler_module, "NUM_THREADS", 1)
+    compiler = Compiler(load)
+    job = compiler.start(SOURCE)
+    until(job.result.running)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        compiler.give_up(job)
+    gate.set()
+    compiler.start(source_of("b+")).result.result(60)
     compiler.close()
 
 

@@ -149,6 +149,8 @@ def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
     world = Core(compiler=Compiler(vocabulary))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
+        if name == "grammars":
+            world.core.constraints.warm()  # as an idle core does
         world.submit(submit("a", [1], DIGITS))
         world.submit(submit("b", [1], None, 3))
         world.run()

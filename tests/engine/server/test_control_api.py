@@ -162,6 +162,20 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
         assert server.http.get("/health").status_code == 503
 
 
+def test_a_client_that_leaves_while_its_sleep_waits_leaves_no_pause_behind() -> None:
+    with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
+        process = server.engine._process  # type: ignore[attr-defined]
+        asked = server.engine._asked  # type: ignore[attr-defined]
+        os.kill(process.pid, signal.SIGSTOP)  # so that the pause is not done before the client has left
+        with server.connect() as sock:
+            sock.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            until(lambda: bool(asked))
+        until(lambda: len(asked) > 1 or not server.app.service.num_open_requests)
+        os.kill(process.pid, signal.SIGCONT)
+        until(lambda: not asked)
+        assert server.http.get("/is_paused").json() == {"is_paused": False}
+
+
 def test_nothing_of_it_is_served_unless_the_operator_allows_it_and_keys_are_asked_for() -> None:
     with running(oracle_engine(max_model_len=4096)) as server:
         for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):

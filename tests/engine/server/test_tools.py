@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.server.conversation import MAX_PAST_CALLS
+from penstock.engine.server.prompts import to_ids
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
@@ -114,6 +115,25 @@ def test_optional_calls_of_a_tool_that_no_grammar_expresses_are_held_to_nothing(
     assert grammar_of(qwen) is None
     answer = qwen.chat(messages=MESSAGES, tools=tools, tool_choice="required")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("moment", ["its prompt is tokenized", "its grammar is refused"])
+def test_a_chat_is_answered_if_the_server_begins_to_drain_while(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(template=ChatTemplate(QWEN3)) as server:
+        service = server.app.service
+
+        async def tokenize(*given: Any) -> list[bytes]:
+            service.is_draining = moment == "its prompt is tokenized"
+            return await to_ids(*given)
+
+        async def refuse(grammar: str | None) -> str | None:
+            service.is_draining = True
+            return grammar and "too big"
+
+        monkeypatch.setattr("penstock.engine.server.chat.to_ids", tokenize)
+        monkeypatch.setattr(server.engine, "_refusal", refuse)
+        assert server.chat(messages=MESSAGES, tools=TOOLS).status_code == 200
+        assert server.chat(messages=MESSAGES, tools=TOOLS).status_code == 503
 
 
 def test_optional_tools_are_served_whatever_their_grammar(
