@@ -7,6 +7,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -100,18 +101,28 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
     options, explains = request.stream_options, request.explain_cache
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
+
+    def written(place: int, updates: Sequence[Update]) -> bytes:
+        events, answer = [], call.answers[place]
+        for update in updates:
+            for chunk in reply.chunks(place, update):
+                if continuously:
+                    chunk["usage"] = usage([answer], answer.num_tokens, explains)
+                elif with_usage:
+                    chunk["usage"] = None
+                events.append(_event(chunk))
+        return b"".join(events)
+
+    begun: set[tuple[int, int]] = set()  # choices whose first update has come; it may echo the prompt
     async with aclosing(_interleave(service, call.answers)) as arriving:
         async for place, updates in arriving:
-            events, answer = [], call.answers[place]
-            for update in updates:
-                for chunk in reply.chunks(place, update):
-                    if continuously:
-                        chunk["usage"] = usage([answer], answer.num_tokens, explains)
-                    elif with_usage:
-                        chunk["usage"] = None
-                    events.append(_event(chunk))
-            if events:
-                yield b"".join(events)
+            first = {(place, update.index) for update in updates} - begun
+            begun |= first
+            num_positions = len(first) * len(call.answers[place].prompt_logprobs or ())
+            num_positions += sum(len(update.logprobs or ()) for update in updates)
+            work = partial(written, place, updates)
+            if events := await in_thread_if(num_positions > LONG_ANSWER, work):
+                yield events
     if with_usage:
         last = reply.empty()
         last["usage"] = usage(call.answers, call.num_tokens, explains)

@@ -1,6 +1,7 @@
 """Completions and chats as OpenAI's own client reads them, whole and streamed."""
 
 import base64
+import threading
 from array import array
 from functools import partial
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.server import answers, completions
+from penstock.engine.server.logprobs import completion_logprobs
 from tests.support.running_server import MODEL, Running, events, running
 
 # Completions.
@@ -76,6 +79,22 @@ def test_echo_with_logprobs_scores_the_prompt(server: Running, client: Any) -> N
     pieces = [event.choices[0].logprobs for event in client.completions.create(**asked, stream=True)]
     assert [token for piece in pieces for token in piece.tokens] == whole.tokens
     assert [offset for piece in pieces for offset in piece.text_offset] == whole.text_offset
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"max_tokens": 5}], ids=["the prompt's", "the answer's"])
+def test_many_logprobs_of_a_stream_are_formatted_aside(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    threads = []
+
+    def noting(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return completion_logprobs(*arguments)
+
+    monkeypatch.setattr(completions, "completion_logprobs", noting)
+    monkeypatch.setattr(answers, "LONG_ANSWER", 0 if "max_tokens" in fields else 3)
+    server.complete("abcdef", stream=True, logprobs=1, **({"max_tokens": 1} | fields))
+    assert threads != [] and server.call(threading.current_thread) not in threads
 
 
 def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:
