@@ -150,6 +150,7 @@ def is_serving(edge: Edge) -> bool:
 
 HEAD = post(b"", b"content-length: %d").partition(b"content-length")[0]
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+TRAILERS = HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
 FLOODS = {
     "a value a little too long": GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
     "a long value": GET + b"x: " + b"a" * 1_000_000 + b"\r\n\r\n",
@@ -158,6 +159,9 @@ FLOODS = {
     "an endless name": GET + b"x" * 1_000_000,
     "a path a little too long": b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
     "an endless path": b"GET /" + b"a" * 1_000_000,
+    "an endless trailer": TRAILERS + b"x: " + b"a" * 1_000_000,
+    "many trailers": TRAILERS + b"x: y\r\n" * 200_000,
+    "an endless extension of a chunk": TRAILERS[:-3] + b"2;" + b"a" * 1_000_000,
 }
 
 

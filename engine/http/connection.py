@@ -40,6 +40,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_in_headers = True
         self._num_header_bytes = 0  # header bytes of the request being read
         self._num_body_bytes = 0
+        self._num_framing_bytes = 0  # received since the last body bytes: chunk sizes, their extensions and trailers
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None  # for the headers, then the body, then the lingering
         self._unread: asyncio.TimerHandle | None = None
@@ -75,10 +76,19 @@ class GuardedConnection(HttpToolsProtocol):
             if self._is_in_headers and self._num_header_bytes >= self.limits.max_header_bytes:
                 self._refuse(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
                 return
-        if data:
-            super().data_received(data)
+        if not data:
+            return
+        self._num_framing_bytes += len(data)  # bytes of the body set it to zero
+        super().data_received(data)
+        # The parser buffers a trailer until its end.
+        if not self._is_in_headers and self._num_framing_bytes > self.limits.max_header_bytes:
+            self._refuse(431, f"the headers after the body are larger than {self.limits.max_header_bytes} bytes")
 
     # The parser's callbacks.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_headers:  # the application has the headers already, so trailers are discarded
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._is_refused:
@@ -94,13 +104,14 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse_body()
             return
         self._is_in_headers = False
-        self._num_body_bytes = 0
+        self._num_body_bytes = self._num_framing_bytes = 0
         self._set_deadline(self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused:
             return
+        self._num_framing_bytes = 0
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: without a declared length
             self._refuse_body()

@@ -18,7 +18,7 @@ MAX_REFUSALS = 64  # connections beyond the limit that get an error; further one
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    max_header_bytes: Annotated[int, Meta(ge=1024)] = 32 * 1024  # request line and headers together
+    max_header_bytes: Annotated[int, Meta(ge=1024)] = 32 * 1024  # request line and headers together; trailers again
     max_body_bytes: Annotated[int, Meta(ge=1024)] = flag(
         "maximum size of a request body", "SIZE", read=size_bytes, default=4 * 1024 * 1024
     )

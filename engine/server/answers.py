@@ -7,6 +7,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would block the event loop
+MAX_PROMPT_LOGPROBS = 4_000_000  # in one answer; each takes a few hundred bytes of memory
 TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one such position
 
 Json = dict[str, Any]  # an object of a response: OpenAI's fields, with vLLM's additions that clients use
@@ -52,6 +54,15 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)
     return params
+
+
+def check_prompt_logprobs(field: str, prompts: Sequence[bytes], num_each: int | None, num_copies: int) -> None:
+    """Raise InvalidRequest if an answer would list too many log-probabilities of its prompts: `num_each` and that of the
+    token itself at every position, `num_copies` times."""
+    num_positions = sum(map(len, prompts)) // 4  # bytes of a token id
+    if num_each is not None and num_positions * num_copies * (num_each + 1) > MAX_PROMPT_LOGPROBS:
+        times = f"{num_positions} positions × {num_copies} × {num_each + 1}"
+        raise InvalidRequest(field, f"{times} log-probabilities of prompts; at most {MAX_PROMPT_LOGPROBS} are allowed")
 
 
 def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) -> StructuredOutputs | None:
@@ -100,18 +111,28 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
     options, explains = request.stream_options, request.explain_cache
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
+
+    def written(place: int, updates: Sequence[Update]) -> bytes:
+        events, answer = [], call.answers[place]
+        for update in updates:
+            for chunk in reply.chunks(place, update):
+                if continuously:
+                    chunk["usage"] = usage([answer], answer.num_tokens, explains)
+                elif with_usage:
+                    chunk["usage"] = None
+                events.append(_event(chunk))
+        return b"".join(events)
+
+    begun: set[tuple[int, int]] = set()  # choices whose first update has come; it may echo the prompt
     async with aclosing(_interleave(service, call.answers)) as arriving:
         async for place, updates in arriving:
-            events, answer = [], call.answers[place]
-            for update in updates:
-                for chunk in reply.chunks(place, update):
-                    if continuously:
-                        chunk["usage"] = usage([answer], answer.num_tokens, explains)
-                    elif with_usage:
-                        chunk["usage"] = None
-                    events.append(_event(chunk))
-            if events:
-                yield b"".join(events)
+            first = {(place, update.index) for update in updates} - begun
+            begun |= first
+            num_positions = len(first) * len(call.answers[place].prompt_logprobs or ())
+            num_positions += sum(len(update.logprobs or ()) for update in updates)
+            work = partial(written, place, updates)
+            if events := await in_thread_if(num_positions > LONG_ANSWER, work):
+                yield events
     if with_usage:
         last = reply.empty()
         last["usage"] = usage(call.answers, call.num_tokens, explains)

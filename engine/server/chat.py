@@ -7,7 +7,14 @@ import msgspec
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answers import (
+    Json,
+    check_prompt_logprobs,
+    respond,
+    sampling_params,
+    token_fields,
+    wanted_outputs,
+)
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
@@ -61,6 +68,7 @@ async def ask(
         (prompt,) = await to_ids(
             "messages", [given], service, request.add_special_tokens, request.truncate_prompt_tokens
         )
+    check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
     begun = conversation.last_text if request.continue_final_message else ""
 
     async def begin(holds_optional: bool) -> ReadingPlan:

@@ -4,7 +4,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answers import (
+    Json,
+    check_prompt_logprobs,
+    respond,
+    sampling_params,
+    token_fields,
+    wanted_outputs,
+)
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import decode_inputs, given_ids, to_ids
@@ -42,6 +49,8 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
             request.truncate_prompt_tokens,
             num_answered=int(params.max_tokens != 0),
         )
+        field = "prompt_logprobs" if request.prompt_logprobs == params.prompt_logprobs else "logprobs"
+        check_prompt_logprobs(field, prompts, params.prompt_logprobs, params.n)
         service.generate(
             call,
             request,

@@ -99,12 +99,14 @@ class Conversation:
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
-    """Raise InvalidRequest for more objects than can fit the context, since building half a million of them would block
-    all other requests. A brace either starts a message or one of its parts, or it is text, and hardly any tokenizer has
-    tokens with more than four braces."""
+    """Raise InvalidRequest for more objects and lists than can fit the context, since building half a million of them
+    would block all other requests. A brace or bracket either starts a message or one of its parts, or it is text, and
+    hardly any tokenizer has tokens with more than four of them."""
     limit = 4 * (MAX_MESSAGES + info.max_model_len)
-    if bytes(raw).count(b"{") > limit:
-        raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
+    value = bytes(raw)
+    if (count := value.count(b"{") + value.count(b"[")) > limit:
+        what = f"{count} objects, lists, braces and brackets; at most {limit} can fit the context"
+        raise InvalidRequest(field, what)
 
 
 def _check_result(field: str, role: str, call_id: str | None, called: set[str]) -> None:
@@ -124,9 +126,11 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
             raise InvalidRequest(f"{place}.{field}", what)
-    plain = {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-    for name in ("refusal", "annotations"):
-        plain.pop(name, None)
+    plain = {
+        name: msgspec.to_builtins(value)
+        for name, value in msgspec.structs.asdict(message).items()
+        if value is not None and name not in ("refusal", "annotations")
+    }
     for call in plain.get("tool_calls", ()):
         del call["index"]
     return plain

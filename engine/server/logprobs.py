@@ -1,9 +1,15 @@
-"""Converts the engine's log-probabilities to the three formats of the API."""
+"""Converts the engine's log-probabilities to the three formats of the API.
+
+Each position becomes JSON at once: encoding a long answer as a whole would hold the GIL, in a thread too.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.front.results import Candidates, candidates
+from msgspec import Raw
+from msgspec.json import encode
+
+from penstock.engine.front.results import candidates
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
@@ -24,7 +30,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids:
     content = []
     for token in map(_bounded, tokens):
         chosen, *top = [shown(id_, value) for id_, value in zip(token.ids, token.values, strict=True)]
-        content.append(chosen | {"top_logprobs": top})
+        content.append(Raw(encode(chosen | {"top_logprobs": top})))
     return {"content": content, "refusal": None}
 
 
@@ -36,7 +42,7 @@ def completion_logprobs(
     reply: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     read = id_text if as_ids else tokenizer.token_text
 
-    def add(id_: int, value: float | None, top: dict[str, float] | None) -> None:
+    def add(id_: int, value: float | None, top: Raw | None) -> None:
         nonlocal offset
         reply["tokens"].append(read(id_))
         reply["token_logprobs"].append(value)
@@ -52,13 +58,13 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
             top.setdefault(read(id_), value)
-        add(token.ids[0], token.values[0], top)
+        add(token.ids[0], token.values[0], Raw(encode(top)))
     return reply, offset
 
 
-def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> list[Candidates | None]:
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> list[Raw | None]:
     """Return, in vLLM's format, one entry per prompt position, by token id; the entry of the first position is None."""
-    return [None, *(candidates(_bounded(token), tokenizer.token_text) for token in tokens or ())]
+    return [None, *(Raw(encode(candidates(_bounded(token), tokenizer.token_text))) for token in tokens or ())]
 
 
 def _bounded(token: TokenLogprobs) -> TokenLogprobs:

@@ -119,7 +119,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None  # in a tool message: the call that it answers
     # Further fields of our own answers, which clients send back as history.
     refusal: str | None = None
-    annotations: Any = None
+    annotations: Raw = Raw()  # not part of the prompt, so it is never decoded
     audio: Any = None
     function_call: Any = None
 

@@ -61,10 +61,12 @@ async def pooled(
     return [answer.embedding or b"" for answer in call.answers]  # never empty: a failure would have been raised
 
 
-def _vector(embedding: bytes, request: EmbeddingRequest) -> list[float] | str:
-    """Return the vector as numbers or as base64 of little-endian float32, normalized unless `normalize` is false."""
+def _vector(embedding: bytes, request: EmbeddingRequest) -> Raw:
+    """Return the JSON of the vector, as numbers or as base64 of little-endian float32, normalized unless `normalize` is
+    false. Encoding all vectors of a reply in one call would hold the GIL, in a thread too."""
     vector = embedding_of(embedding, request.normalize is not False)
-    return base64.b64encode(vector.tobytes()).decode() if request.encoding_format == "base64" else vector.tolist()
+    is_base64 = request.encoding_format == "base64"
+    return Raw(msgspec.json.encode(base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()))
 
 
 class TextObject(msgspec.Struct, forbid_unknown_fields=True):

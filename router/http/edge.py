@@ -101,6 +101,7 @@ class ClientConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._body: list[bytes] = []
         self._num_head_bytes = self._num_body_bytes = 0
+        self._num_framing_bytes = 0  # received since the last body bytes: chunk sizes, their extensions and trailers
 
     @property
     def is_idle(self) -> bool:
@@ -161,6 +162,7 @@ class ClientConnection(asyncio.Protocol):
         self._start(request)
 
     def _feed(self, data: bytes) -> None:
+        self._num_framing_bytes += len(data)  # bytes of the body set it to zero
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -173,8 +175,12 @@ class ClientConnection(asyncio.Protocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > 2 * self.limits.max_header_bytes:
                 self._refuse(self._head_too_large())
-        elif self._inside == "body" and self.deadline_s == NEVER:
-            self._expect_rest("body", self.limits.body_timeout_s)
+        elif self._inside == "body":
+            if self.deadline_s == NEVER:
+                self._expect_rest("body", self.limits.body_timeout_s)
+            if self._num_framing_bytes > self.limits.max_header_bytes:  # the parser buffers a trailer
+                what = f"the headers after the body are larger than {self.limits.max_header_bytes} bytes"
+                self._refuse(HttpError(431, what))
         if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
@@ -203,11 +209,12 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(objection)
             return
         self._inside, self._arriving = "body", request
-        self._num_head_bytes, self.deadline_s = 0, NEVER
+        self._num_head_bytes, self._num_framing_bytes, self.deadline_s = 0, 0, NEVER
         if self.current is None and b"expect" in fields:
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
+        self._num_framing_bytes = 0
         self._num_body_bytes += len(body)
         if self._inside == "body" and self._num_body_bytes > self.limits.max_body_bytes:
             self._refuse(self._too_large())  # chunked: without a declared length

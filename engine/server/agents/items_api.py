@@ -69,6 +69,10 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
             raise not_stored("previous_response_id", previous_id, 400)
         turns.append(stored)
         previous_id = stored.previous_id
+    size, limit = sum(len(stored.items) for stored in turns), service.config.limits.max_body_bytes
+    if size > limit:  # they are decoded together, so they are limited like a body
+        what = f"{size} bytes in the items of the previous responses; at most {limit} are allowed (--max-body-bytes)"
+        raise InvalidRequest("previous_response_id", what)
     return turns[::-1]
 
 

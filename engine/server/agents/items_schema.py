@@ -21,14 +21,18 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a request; a field that is not here is refused."""
 
 
-class TextPart(Strict, frozen=True):
+class TextPart(Strict, frozen=True, omit_defaults=True):
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str = ""
     refusal: str = ""
-    # These fields are not part of the prompt.
+    # These fields are not part of the prompt, so their values are dropped.
     annotations: Any = None
     logprobs: Any = None
     prompt_cache_breakpoint: Any = None
+
+    def __post_init__(self) -> None:
+        for field in ("annotations", "logprobs", "prompt_cache_breakpoint"):
+            msgspec.structs.force_setattr(self, field, None)
 
 
 Text = str | list[TextPart]

@@ -1,13 +1,21 @@
 """Completions and chats as OpenAI's own client reads them, whole and streamed."""
 
 import base64
+import threading
 from array import array
 from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.server import answers, completions
+from penstock.engine.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from penstock.engine.server.requests import EmbeddingRequest
+from penstock.engine.server.scoring import _vector
+from penstock.executor.protocol import TokenLogprobs
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, events, running
 
 # Completions.
@@ -76,6 +84,34 @@ def test_echo_with_logprobs_scores_the_prompt(server: Running, client: Any) -> N
     pieces = [event.choices[0].logprobs for event in client.completions.create(**asked, stream=True)]
     assert [token for piece in pieces for token in piece.tokens] == whole.tokens
     assert [offset for piece in pieces for offset in piece.text_offset] == whole.text_offset
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"max_tokens": 5}], ids=["the prompt's", "the answer's"])
+def test_many_logprobs_of_a_stream_are_formatted_aside(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    threads = []
+
+    def noting(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return completion_logprobs(*arguments)
+
+    monkeypatch.setattr(completions, "completion_logprobs", noting)
+    monkeypatch.setattr(answers, "LONG_ANSWER", 0 if "max_tokens" in fields else 3)
+    server.complete("abcdef", stream=True, logprobs=1, **({"max_tokens": 1} | fields))
+    assert threads != [] and server.call(threading.current_thread) not in threads
+
+
+def test_each_position_and_each_vector_is_encoded_by_itself() -> None:
+    """So encoding a reply of a hundred megabytes never keeps the GIL from the event loop for long."""
+    tokenizer, tokens = byte_tokenizer(), [TokenLogprobs((97, 98), (-0.5, -1.0), 1)]
+    encoded = [
+        chat_logprobs(tokenizer, tokens, None)["content"][0],
+        completion_logprobs(tokenizer, tokens, 0, None, None)[0]["top_logprobs"][0],
+        prompt_logprobs(tokenizer, tokens)[1],
+        *(_vector(bytes(8), EmbeddingRequest(input=Raw(), encoding_format=form)) for form in ("float", "base64")),
+    ]
+    assert [type(each) for each in encoded] == [Raw] * 5
 
 
 def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:

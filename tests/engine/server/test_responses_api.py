@@ -136,6 +136,25 @@ def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any,
         client.responses.create(model=MODEL, input="Four", previous_response_id=third.id)
 
 
+def test_fields_outside_of_the_prompt_are_not_stored(server: Running) -> None:
+    part = {"type": "output_text", "text": "Hi", "annotations": ["mark"], "logprobs": ["mark"]}
+    item = {"role": "assistant", "content": [part | {"prompt_cache_breakpoint": "mark"}]}
+    response = server.post("/v1/responses", {"model": MODEL, "input": [item]}).json()
+    stored = server.call(lambda: server.app.service.responses.get(None, response["id"]))
+    assert stored is not None and b'"Hi"' in stored.items and b"mark" not in stored.items
+
+
+def test_the_items_of_all_previous_responses_are_limited_like_a_body() -> None:
+    with running(max_body_bytes=1024) as server:
+        previous_id = None
+        for text, expected in (("x" * 400, 200), ("x" * 400, 200), ("x", 400)):
+            body = {"model": MODEL, "input": text, "max_output_tokens": 1, "previous_response_id": previous_id}
+            answer = server.post("/v1/responses", body)
+            assert answer.status_code == expected, answer.text
+            previous_id = answer.json().get("id")
+    assert answer.json()["error"]["param"] == "previous_response_id" and "at most 1024" in answer.text
+
+
 def test_store_false_keeps_nothing(client: Any, openai: Any) -> None:
     response = client.responses.create(model=MODEL, input="Hi", store=False)
     assert response.store is False
