@@ -120,10 +120,8 @@ async def _engine_frames(replica: Replica) -> AsyncGenerator[Sequence[Frame], No
         while (data := await sink.pieces.get()) is not None and sink.status == 200:
             yield reader.feed(data)
         if sink.status in (401, 403, 404, 405):
-            is_expected = sink.status in (404, 405)
-            log.log(
-                logging.INFO if is_expected else logging.WARNING, "%s: no cache events (%d)", replica.url, sink.status
-            )
+            level = logging.INFO if sink.status in (404, 405) else logging.WARNING
+            log.log(level, "%s: no cache events (%d)", replica.url, sink.status)
             raise NoEvents
     finally:
         upstream.drop(sink)

@@ -137,8 +137,6 @@ class Replica:
             self.is_down = state == "down"
         if self.state != "removing":  # which is the last one
             self.state, self.reason = state, reason
-        elif self.is_down:
-            self.reason = reason
 
     def check(self) -> None:
         assert self.num_in_flight >= 0

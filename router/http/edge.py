@@ -101,7 +101,6 @@ class ClientConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._body: list[bytes] = []
         self._num_head_bytes = self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # received since the last body bytes: chunk sizes, their extensions and trailers
 
     @property
     def is_idle(self) -> bool:
@@ -162,7 +161,6 @@ class ClientConnection(asyncio.Protocol):
         self._start(request)
 
     def _feed(self, data: bytes) -> None:
-        self._num_framing_bytes += len(data)  # bytes of the body set it to zero
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -172,15 +170,12 @@ class ClientConnection(asyncio.Protocol):
         if self._inside == "head":
             if self._num_head_bytes == 0 and self.current is None:
                 self._expect_rest("headers", self.limits.header_timeout_s)
-            self._num_head_bytes += len(data)
+        elif self._inside == "body" and self.deadline_s == NEVER:
+            self._expect_rest("body", self.limits.body_timeout_s)
+        if self._inside in ("head", "body"):
+            self._num_head_bytes += len(data)  # within a body: its trailers, which the parser buffers
             if self._num_head_bytes > 2 * self.limits.max_header_bytes:
                 self._refuse(self._head_too_large())
-        elif self._inside == "body":
-            if self.deadline_s == NEVER:
-                self._expect_rest("body", self.limits.body_timeout_s)
-            if self._num_framing_bytes > self.limits.max_header_bytes:  # the parser buffers a trailer
-                what = f"the headers after the body are larger than {self.limits.max_header_bytes} bytes"
-                self._refuse(HttpError(431, what))
         if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
@@ -209,12 +204,12 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(objection)
             return
         self._inside, self._arriving = "body", request
-        self._num_head_bytes, self._num_framing_bytes, self.deadline_s = 0, 0, NEVER
+        self._num_head_bytes, self.deadline_s = 0, NEVER
         if self.current is None and b"expect" in fields:
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
-        self._num_framing_bytes = 0
+        self._num_head_bytes = 0
         self._num_body_bytes += len(body)
         if self._inside == "body" and self._num_body_bytes > self.limits.max_body_bytes:
             self._refuse(self._too_large())  # chunked: without a declared length
@@ -225,7 +220,8 @@ class ClientConnection(asyncio.Protocol):
         if request is None:
             return  # it was refused
         request.body = b"".join(self._body)
-        self._inside, self._body, self._num_body_bytes = "nothing", [], 0
+        self._inside, self._body = "nothing", []
+        self._num_head_bytes = self._num_body_bytes = 0
         self.deadline_s = NEVER
         if self.current is None and not self._waiting and not self.is_paused:
             self._start(request)
