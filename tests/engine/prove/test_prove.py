@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -26,6 +28,7 @@ from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.options import ProveError, ProveOptions, request_headers
 from penstock.engine.commands.prove.own import server as own_server
 from penstock.engine.commands.prove.own.faults import FAULTS as OWN_FAULTS
+from penstock.engine.commands.prove.own.faults import FaultScene
 from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
 from penstock.engine.commands.prove.proof import HELD, REACHED
 from penstock.engine.commands.prove.questions import Abilities, Ask
@@ -67,6 +70,14 @@ def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run no cases, which take most of the time."""
     monkeypatch.setattr(session, "CASES", {})
+
+
+def test_a_fault_of_the_disk_leaves_alone_what_is_about_to_be_renamed(tmp_path: Path) -> None:
+    for name in ("slab", "index", "index.tmp"):
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        (tmp_path / "disk" / name).write_bytes(bytes(5000))
+    scene = FaultScene(Mock(folder=tmp_path), Mock(), random.Random(1))
+    assert sorted(path.name for path in scene.files()) == ["index", "slab"]
 
 
 def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:

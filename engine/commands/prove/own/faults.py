@@ -29,8 +29,8 @@ class FaultScene(NamedTuple):
     rng: random.Random
 
     def files(self) -> list[Path]:
-        """Return the files of the disk tier that hold blocks."""
-        found = (self.server.folder / "disk").rglob("*")
+        """Return the files of the disk tier that hold blocks or the index; index.tmp is renamed at any time."""
+        found = [path for path in (self.server.folder / "disk").rglob("*") if path.suffix != ".tmp"]
         return [path for path in found if path.is_file() and path.stat().st_size > 4096]
 
 
