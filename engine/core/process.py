@@ -5,7 +5,6 @@ processes (executor/process_life.py).
 """
 
 import logging
-import math
 import sys
 import time
 import traceback
@@ -55,14 +54,8 @@ TRANSFER_POLL_S = 0.005  # interval of an idle core's steps while blocks move be
 TIER_STATS_S = 0.25  # interval of sending tier statistics; also after the last step
 TURN = "a turn of its loop"
 # Jobs that may take longer than a step, such as reading weights from a slow disk. The ranks' own deadlines for them
-# (executor/ranks/ranked.py) are not longer. A pause collects steps, which have their own.
-CONTROL_DEADLINES_S = {
-    "load_adapter": 150.0,
-    "update_weights": 3900.0,
-    "sleep": 1900.0,
-    "wake_up": 1900.0,
-    "pause": math.inf,
-}
+# (executor/ranks/ranked.py) are not longer.
+CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep": 1900.0, "wake_up": 1900.0}
 IDLE_CHECK_S = 1.0  # idle time after which invariants are checked and grammars warmed up, once
 
 
@@ -211,10 +204,8 @@ def _take(
     elif isinstance(message, UnloadAdapter):
         core.unload_adapter(message.key)
     elif isinstance(message, Control):
-        outputs: list[Output] = []
-        if message.what in ("load_adapter", "update_weights"):
-            duty.end()  # the steps in flight have deadlines of their own
-            outputs += core.pauses.drain()
+        duty.end()  # the steps in flight have deadlines of their own
+        outputs = core.pauses.drain()
         duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
         outputs += _control(core, message, pausing, done)
         duty.begin(TURN)
