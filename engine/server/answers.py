@@ -23,7 +23,6 @@ from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would block the event loop
-MAX_PROMPT_LOGPROBS = 4_000_000  # in one answer; each takes a few hundred bytes of memory
 TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one such position
 
 Json = dict[str, Any]  # an object of a response: OpenAI's fields, with vLLM's additions that clients use
@@ -54,15 +53,6 @@ def sampling_params(service: Service, request: GenerateRequest, **special: Any) 
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)
     return params
-
-
-def check_prompt_logprobs(field: str, prompts: Sequence[bytes], num_each: int | None, num_copies: int) -> None:
-    """Raise InvalidRequest if an answer would list too many log-probabilities of its prompts: `num_each` and that of the
-    token itself at every position, `num_copies` times."""
-    num_positions = sum(map(len, prompts)) // 4  # bytes of a token id
-    if num_each is not None and num_positions * num_copies * (num_each + 1) > MAX_PROMPT_LOGPROBS:
-        times = f"{num_positions} positions × {num_copies} × {num_each + 1}"
-        raise InvalidRequest(field, f"{times} log-probabilities of prompts; at most {MAX_PROMPT_LOGPROBS} are allowed")
 
 
 def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) -> StructuredOutputs | None:

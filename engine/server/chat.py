@@ -7,18 +7,11 @@ import msgspec
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import (
-    Json,
-    check_prompt_logprobs,
-    respond,
-    sampling_params,
-    token_fields,
-    wanted_outputs,
-)
+from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import given_ids, render, to_ids
+from penstock.engine.server.prompts import check_prompt_logprobs, given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import Reading, ReadingPlan

@@ -4,17 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import (
-    Json,
-    check_prompt_logprobs,
-    respond,
-    sampling_params,
-    token_fields,
-    wanted_outputs,
-)
+from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import decode_inputs, given_ids, to_ids
+from penstock.engine.server.prompts import check_prompt_logprobs, decode_inputs, given_ids, to_ids
 from penstock.engine.server.requests import CompletionRequest
 from penstock.engine.server.service import MAX_SEQUENCES, Service
 

@@ -23,6 +23,8 @@ from penstock.executor.protocol import ModelInfo
 
 T = TypeVar("T")
 
+MAX_PROMPT_LOGPROBS = 4_000_000  # in one answer; each takes a few hundred bytes of memory
+
 
 def decode_inputs(
     field: str, raw: Raw, max_inputs: int, info: ModelInfo, num_answered: int = 1
@@ -131,3 +133,12 @@ def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) ->
 def _check_count(field: str, count: int, limit: int) -> None:
     if not 1 <= count <= limit:
         raise InvalidRequest(field, f"{count} inputs; 1 to {limit} are allowed")
+
+
+def check_prompt_logprobs(field: str, prompts: Sequence[bytes], num_each: int | None, num_copies: int) -> None:
+    """Raise InvalidRequest if an answer would list too many log-probabilities of its prompts: `num_each` and that of the
+    token itself at every position, `num_copies` times."""
+    num_positions = sum(map(len, prompts)) // 4  # bytes of a token id
+    if num_each is not None and num_positions * num_copies * (num_each + 1) > MAX_PROMPT_LOGPROBS:
+        times = f"{num_positions} positions × {num_copies} × {num_each + 1}"
+        raise InvalidRequest(field, f"{times} log-probabilities of prompts; at most {MAX_PROMPT_LOGPROBS} are allowed")

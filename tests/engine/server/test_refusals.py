@@ -16,7 +16,7 @@ from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server import answers, prompts
+from penstock.engine.server import prompts
 from penstock.engine.text import prompt
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.refusals import cases, table
@@ -168,7 +168,7 @@ def test_prompts_times_choices_are_bounded(server: Running) -> None:
 def test_log_probabilities_of_prompts_are_bounded(
     server: Running, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_PROMPT_LOGPROBS", 3 * 4 * 2 * 4, raising=False)
+    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", 3 * 4 * 2 * 4)
     assert server.complete(["abcd"] * 3, n=2, max_tokens=1, **asked).status_code == 200
     message = refused(server.complete(["abcde", "abcd", "abcd"], n=2, max_tokens=1, **asked), 400, field)
     assert "13 positions × 2 × 4" in message and "96" in message
@@ -179,9 +179,9 @@ def test_log_probabilities_of_a_chat_s_prompt_are_counted_once(
 ) -> None:
     body = {"messages": [MESSAGE], "n": 2, "max_tokens": 1, "prompt_logprobs": 1}
     count = 2 * server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
-    monkeypatch.setattr(answers, "MAX_PROMPT_LOGPROBS", count, raising=False)
+    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", count)
     assert server.post("/v1/chat/completions", body).status_code == 200
-    monkeypatch.setattr(answers, "MAX_PROMPT_LOGPROBS", count - 1)
+    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", count - 1)
     refused(server.post("/v1/chat/completions", body), 400, "prompt_logprobs")
 
 
