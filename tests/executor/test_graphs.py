@@ -162,8 +162,9 @@ def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
         assert sequence.output[:9] == greedy(case, prompt, 9)[0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
     """Prompts and single tokens, beside rows without an adapter; three adapters take turns in two slots."""
 
@@ -172,11 +173,14 @@ def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
             super().__init__(*given)
             self._weights = LoraSlots(self._shapes, 2, 8, torch.float32, torch.device("cpu"))
 
-    compute_with(monkeypatch, torch_ops)
-    monkeypatch.setattr(load, "AdapterStore", Store)
-    monkeypatch.setattr(lora, "_load_kernel", lambda: lora_twin.add_lora)
-    recorder = Recorder()
-    executor = open_small(monkeypatch, "qwen3", recorder, (4, 24), enable_lora=True, max_loras=2, max_lora_rank=8)
+    recorder, options = Recorder(), {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    if device == "cuda":
+        executor = executor_of("qwen3", **SMALL, device=device, **options)
+    else:
+        compute_with(monkeypatch, torch_ops)
+        monkeypatch.setattr(load, "AdapterStore", Store)
+        monkeypatch.setattr(lora, "_load_kernel", lambda: lora_twin.add_lora)
+        executor = open_small(monkeypatch, "qwen3", recorder, (4, 24), **options)
     adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
     keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
     for number, (first, second) in enumerate(((0, 1), (2, 0)), 1):
@@ -187,7 +191,7 @@ def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
         assert got == [*expected, greedy("qwen3", PROMPTS[2], 6)[0]]
         # Without adapters and with them: 24 tokens, 4 tokens, then forward pass and draw of 6, 4, 2 and 1 rows.
         replays = [graph.num_replays for graph in recorder.graphs]
-        assert replays == [0, number, 0, 0, *[0] * 6, 5 * number, 5 * number, *[0] * 8]
+        assert device == "cuda" or replays == [0, number, 0, 0, *[0] * 6, 5 * number, 5 * number, *[0] * 8]
 
 
 def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
