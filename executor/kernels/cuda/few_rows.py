@@ -133,9 +133,8 @@ def _few_rows(
                 tl.store(total_ptr + row * K + k[None, :], total, mask=mask & (tl.program_id(0) == 0))
                 x = total.to(tl.float32)
                 squares += x * x
-                # The norm weight is applied and rounded before the product, the row's scale after it.
-                norm = tl.load(norm_ptr + k, mask=is_deep, other=0.0)
-                x = (x * norm[None, :]).to(total.dtype).to(tl.float32)
+                # Not rounded: the row's scale comes after the product, and without it x may exceed float16.
+                x *= tl.load(norm_ptr + k, mask=is_deep, other=0.0).to(tl.float32)[None, :]
             inside = is_column[:, None] & is_deep[None, :]
             first += x[:, None, :] * load_weight(weight_ptrs + k[None, :], inside, whole)[None, :, :]
             if ACTIVATION is not None:

@@ -66,7 +66,7 @@ def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: tor
 
 @matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
 def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype: torch.dtype) -> None:
-    """The sum is the twin's bit for bit. The product rounds once less: the norm's scale is applied to its result."""
+    """The sum is the twin's bit for bit. The product is not rounded between the norm and its result."""
     for rows, depth, width in ((2, 700, 20), (1, 96, 33)):
         update, residual = (random(rows, depth, dtype=dtype, seed=seed).to(device) for seed in (1, 2))
         norm = 1 + 0.1 * random(depth, seed=3).to(device)
@@ -80,6 +80,14 @@ def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype
             else:
                 close(OPS.linear(given, numbers(weight), bias), torch_ops.linear(normed, numbers(weight), bias))
             assert torch.equal(given.total, total)
+
+
+def test_large_float16_residuals_do_not_overflow_in_products_of_few_rows(device: torch.device) -> None:
+    update, residual = (torch.full((1, 64), value, dtype=torch.float16, device=device) for value in (0.0, 3e4))
+    norm = torch.full((64,), 2.5, device=device)
+    weight = torch.full((8, 64), 1 / 64, dtype=torch.float16, device=device)
+    given = NormedRows(update, residual, torch.empty_like(residual), norm, 1e-5)
+    close(OPS.linear(given, numbers(weight)), torch.full((1, 8), 2.5, dtype=torch.float16, device=device))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
