@@ -214,7 +214,7 @@ class Placement:
                     replica.name,
                 )
             self.totals.no_ids_decisions_total += 1
-        elif not self.loads.cached.any():
+        elif not np.count_nonzero(self.loads.cached):  # `any` would take ten times as long
             self.totals.no_match_decisions_total += 1
 
     def _remember(self, session: str, name: str) -> None:
