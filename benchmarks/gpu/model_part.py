@@ -122,7 +122,8 @@ class Bench:
         longest_s = max(after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False))
         kv = batch * (context + warm + num_steps // 2) * self._info.block_bytes // self._info.block_size
         itemsize = getattr(torch, self._info.dtype).itemsize
-        read = decode_bytes(self._config, self._info.memory["weights"], itemsize, batch) + kv
+        weights = sum(self._info.memory.get(kind, 0) for kind in ("weights", "weights as codes"))
+        read = decode_bytes(self._config, weights, itemsize, batch) + kv
         self._report(
             name,
             step_ms=step_s * 1e3,
