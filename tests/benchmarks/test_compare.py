@@ -71,7 +71,10 @@ def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
         pass
 
 
-def test_every_script_can_be_imported() -> None:
+def test_every_script_can_be_imported_and_what_it_replaces_exists() -> None:
     for path in pairs.HERE.glob("*.py"):
         if path.stem != "eplb_peer":  # for the environment of vLLM
             importlib.import_module(path.stem)
+    answers = importlib.import_module("bench_answers")
+    with answers.WITHOUT_JUMPING, answers.WITHOUT_DRAFTS:
+        pass
