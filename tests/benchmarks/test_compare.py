@@ -10,6 +10,8 @@ import pytest
 from benchmarks import pairs
 
 from tests.support.bench_endpoint import endpoint
+from tests.support.default_file import needs_model
+from tests.support.programs import printed
 
 sys.path.insert(0, str(pairs.HERE))  # its scripts import each other as scripts do
 compare, script_pairs = importlib.import_module("compare"), importlib.import_module("pairs")
@@ -78,3 +80,15 @@ def test_every_script_can_be_imported_and_what_it_replaces_exists() -> None:
     answers = importlib.import_module("bench_answers")
     with answers.WITHOUT_JUMPING, answers.WITHOUT_DRAFTS:
         pass
+
+
+@needs_model
+def test_the_process_that_starts_servers_cold_maps_none_of_their_files() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(pairs.HERE)!r})
+import bench_contact
+assert "penstock" in bench_contact.servers(bench_contact.Setup("", bench_contact.ROOT, 1, ()), "")
+print("site-packages" in open("/proc/self/maps").read())
+"""
+    assert printed(code) == "False"
