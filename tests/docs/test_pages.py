@@ -7,6 +7,7 @@ import pytest
 
 from penstock import cli
 from penstock.engine.config import EngineOptions
+from penstock.engine.model_files import DEFAULT_NAME
 from penstock.engine.options import options_of
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.vllm_options import IGNORED
@@ -52,10 +53,11 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_that_is_shown_compiles(path: Path) -> None:
+def test_python_that_is_shown_compiles_and_asks_for_the_model_that_is_served(path: Path) -> None:
     for language, code in BLOCK.findall(path.read_text()):
         if language == "python":
             compile(code, path.name, "exec")
+            assert set(re.findall(r'model="([^"]+)"', code)) <= {DEFAULT_NAME}
 
 
 @pytest.mark.slow
