@@ -24,7 +24,10 @@ async function startWatch() {
 }
 
 function liveTiles(history) {
-  const gauge = (label, name) => tile(label, [figure(total(history.now, name)), ""], history.values(name));
+  const gauge = (label, name) => {
+    const line = history.looks.map(({ series }) => total(series, name) ?? 0);
+    return tile(label, [figure(total(history.now, name)), ""], line);
+  };
   const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
   const ratio = (label, format, top, bottom) => {
     const [value, period] = history.ratio(top, bottom);
@@ -135,10 +138,6 @@ class History {
   ratios(top, bottom) {
     const counts = this.rates(bottom);
     return this.rates(top).map((rate, i) => (counts[i] > 0 ? rate / counts[i] : 0));
-  }
-
-  values(name) {
-    return this.looks.map(({ series }) => total(series, name) ?? 0);
   }
 }
 

@@ -171,8 +171,7 @@ function startChat() {
     byId("say").focus();
   });
   addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
-    chat.inFlight?.abort();
+    if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) chat.inFlight?.abort();
   });
   byId("new").addEventListener("click", () => chat.open(newTalk()));
   byId("past-clear").addEventListener("click", () => chat.drop(readTalks().map(({ id }) => id)));
