@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertUpdate
 from tests.support.router_fleet import running_router
@@ -21,13 +22,10 @@ NAME = re.compile(r"\b((?:vllm|penstock):\w*_\w*)(…?)")
 def exported() -> tuple[set[str], set[str]]:
     """The metrics of a server with tiers and experts and of a router, by the names that a query has; and all samples."""
     shares = array("f", [0.5, 0.5]).tobytes()
-    tiers: dict[str, dict[str, float]] = {
-        tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")
-    }
+    tier: dict[str, float] = {"hit_tokens": 1, "used_blocks": 2, "capacity_blocks": 3, "corrupt_reads": 0}
     with running() as server, running_router(server.url) as router:
-        server.engine.stats = Stats(
-            num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
-        )
+        experts = ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
+        server.engine.stats = Stats(num_blocks=4, tiers={"host": tier, "disk": tier}, experts=experts)
         server.http.get("/health")
         texts = [each.http.get("/metrics").text for each in (server, router)]
     families = [family for text in texts for family in text_string_to_metric_families(text)]
@@ -45,13 +43,9 @@ def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[
     assert {name for name in metrics if not name.startswith("penstock:kv_tier_")} == set(), "tiers.md has a table"
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(exported: tuple[set[str], set[str]]) -> None:
+def test_the_dashboard_and_the_live_page_ask_for_metrics_that_there_are(exported: tuple[set[str], set[str]]) -> None:
     board = json.loads((DOCS / "grafana.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel.get("targets", ())
-        for name, _ in NAME.findall(target["expr"])
-    }
-    assert len(asked) > 20 and asked - exported[1] == set()
+    asked = {name for name, _ in NAME.findall(json.dumps(board["panels"]))}
+    shown = {name for name, _ in NAME.findall(document().body.decode())}
+    assert len(asked) > 20 and len(shown) > 8 and (asked | shown) - exported[0] - exported[1] == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
