@@ -18,7 +18,8 @@ ENDLESS = """void (window.fetch = async (path, { signal }) => {
   signal.addEventListener("abort", () => (window.isClosed = true));
   return new Response(new ReadableStream({ start: (stream) => stream.enqueue(new TextEncoder().encode("data: {\\n\\n")) }));
 })"""
-IMPATIENT = "AbortSignal.timeout = ((timeout) => (ms) => timeout(ms / 50))(AbortSignal.timeout.bind(AbortSignal))"
+IMPATIENT = "void ([window.patient, AbortSignal.timeout] = [AbortSignal.timeout, () => window.patient(200)])"
+PATIENT = "void (AbortSignal.timeout = window.patient)"
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>x</b>'
 
 
@@ -166,13 +167,13 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
 
 
 def test_a_server_that_does_not_respond_is_said_and_a_restarted_one_is_asked_for_its_models(browser: Any) -> None:
-    with running() as server, visit(browser, "about:blank", may_complain=True) as page:
-        page.add_init_script(IMPATIENT)
-        page.goto(server.url)
-        page.wait_for_selector("#model option", state="attached")
+    with running() as server, visit(browser, server.url, may_complain=True) as page:
+        page.wait_for_selector("#state .dot.good")
         page.route("**/metrics", lambda route: None)
+        page.evaluate(IMPATIENT)
         page.wait_for("document.getElementById('state-text').textContent === 'no response'")
         page.wait_for_selector("body.stale")
+        page.evaluate(PATIENT)
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "another"}]}))
         page.route("**/metrics", lambda route: route.fulfill(body="process_start_time_seconds 1\n"))
         page.wait_for("document.getElementById('model').value === 'another'")
