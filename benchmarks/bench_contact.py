@@ -9,12 +9,16 @@ server anew, one after another: with its files evicted from the page cache, and 
 tokens each, 16 at a time. With `host`, a second prompt displaces the first from the device; with `disk`, the server is
 restarted between. A side without such a tier has no figure: vLLM's offloading needs a GPU. llama-server stores and
 loads its slot only when asked; the time of loading counts.
+
+This process imports nothing outside Python's own library: a mapped file stays in the page cache, and what a server
+shares with another process counts only in part as its memory.
 """
 
 import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,24 +30,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from compare import Side, measure
 from pairs import ROOT, answers, fetch, main, rounded, rounds, serving
 from peers import Setup
 
-from penstock.engine.model_files import resolve_model
-
 START_TIMEOUT_S = 900.0
 CONTEXT = 2200
-TIERS = [
-    "--kv-cache-bytes",
-    "100MiB",
-    "--kv-host-bytes",
-    "1GiB",
-    "--kv-disk-path",
-    "{folder}",
-    "--kv-disk-bytes",
-    "4GiB",
-]
+TIERS = ["--kv-cache-bytes", "100MiB", "--kv-host-bytes", "1GiB"]
+TIERS += ["--kv-disk-path", "{folder}", "--kv-disk-bytes", "4GiB"]
 Figures = dict[str, float]
 
 
@@ -87,13 +80,25 @@ def first_token_ms(url: str, prompt: list[int], found: int) -> float:
 
 
 def memory_mib(leader: int) -> float:
-    """Return the memory of the processes of a session; each counts its share of what they have in common."""
+    """Return the PSS of a session's processes: of memory that several processes share, each counts its part."""
     total = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if os.getsid(int(folder.name)) == leader:
                 total += int(re.findall(r"^Pss:\s+(\d+)", (folder / "smaps_rollup").read_text(), re.M)[0])
     return total / 1024
+
+
+def tokens_per_s(url: str, requests: int, seed: int) -> float:
+    words = ["bench", "serve", "--base-url", url, "--seed", str(seed), "--num-prompts", str(requests)]
+    words += ["--random-input-len", "256", "--random-output-len", "128", "--max-concurrency", "16"]
+    with tempfile.NamedTemporaryFile() as file:
+        command = [sys.executable, "-m", "penstock.cli", *words, "--output-json", file.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        result = json.load(file)
+    if result["failed"] or not result["completed"]:
+        raise SystemExit(f"{url}: {result['failed']} of {requests} requests failed")
+    return float(result["output_throughput"])
 
 
 def visit(server: Server, length: int, requests: int, seeds: Iterator[int]) -> Figures:
@@ -107,13 +112,10 @@ def visit(server: Server, length: int, requests: int, seeds: Iterator[int]) -> F
         pass
     with server.started() as (url, pid, warm_s):
         time.sleep(2)
-        found = {"cold start s": cold_s, "warm start s": warm_s, "idle MiB": memory_mib(pid)}
+        found = {"cold start s": cold_s, "warm start s": warm_s, "idle PSS MiB": memory_mib(pid)}
         first_token_ms(url, warming, 0)
         found |= {"computed ms": first_token_ms(url, first, 0), "device ms": first_token_ms(url, first, reused)}
-        lengths = ["--num-prompts", str(requests), "--random-input-len", "256", "--random-output-len", "128"]
-        found["tok/s"] = measure(Side("", url), [*lengths, "--max-concurrency", "16"], iter([seed]))[
-            "output_throughput"
-        ]
+        found["tok/s"] = tokens_per_s(url, requests, seed)
     if server.tier is None:
         return found
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +138,9 @@ def visit(server: Server, length: int, requests: int, seeds: Iterator[int]) -> F
 
 
 def servers(peers: Setup, llama: str) -> dict[str, Server]:
-    file, here, kept = resolve_model().path, Path(sys.prefix), {"PYTHONDONTWRITEBYTECODE": ""}  # as with `make serve`
+    asked = [sys.executable, "-c", "from penstock.engine.model_files import resolve_model; print(resolve_model().path)"]
+    file = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
+    here, kept = Path(sys.prefix), {"PYTHONDONTWRITEBYTECODE": ""}  # as with `make serve`
     own = [sys.executable, "-m", "penstock.cli", "serve", "--port", "{port}", "--max-model-len", str(CONTEXT)]
     found = {"penstock": Server(own, [here, ROOT, file], {**os.environ, **kept}, TIERS)}
     if llama:

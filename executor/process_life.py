@@ -229,12 +229,12 @@ class Reporter:
 
 
 def log_levels(text: str) -> dict[str, str]:
-    """Parse `info,router=debug` into {"": "info", "router": "debug"}, where "" is all rooms; ValueError if invalid."""
+    """Parse `info,router=debug` into {"": "info", "router": "debug"}, where "" is all folders; ValueError if invalid."""
     found: dict[str, str] = {}
     for part in text.split(","):
         room, mark, level = part.strip().rpartition("=")
         if mark and room not in ROOMS:
-            raise ValueError(f"log_level: {room[:40]!r} is not a room; rooms are {', '.join(ROOMS)}")
+            raise ValueError(f"log_level: {room[:40]!r} is not a folder of the code; known are {', '.join(ROOMS)}")
         if level.lower() not in LEVELS:
             raise ValueError(f"log_level: {level[:40]!r} is not a level; levels are {', '.join(LEVELS)}")
         if room in found:

@@ -18,15 +18,15 @@ LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 # name → what it counts, and its labels
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Answers, by route and status.", ("route", "status")),
-    "refused": ("Refused before there was a request, by status.", ("status",)),
+    "refused": ("Connections refused before a whole request had arrived, by status.", ("status",)),
     "retries": ("Requests sent to another replica, by reason.", ("reason",)),
-    "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
+    "not_retried": ("Failures returned to the client without another retry, by reason.", ("reason",)),
     "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
     "prefills": ("Prompts sent to a prefill replica, by outcome.", ("outcome",)),
-    "client_gone": ("Clients that left before the end.", ()),
-    "broken_streams": ("Answers that broke after their first byte.", ()),
+    "client_gone": ("Clients that disconnected before the end of the answer.", ()),
+    "broken_streams": ("Answers that broke off after their first byte.", ()),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
-    "replica_failures": ("Failures seen of a replica.", ("replica",)),
+    "replica_failures": ("Requests to a replica that failed.", ("replica",)),
     "replica_ejections": ("Times that a replica was ejected after consecutive failures.", ("replica",)),
 }
 PREFIX = "penstock:router_"
@@ -40,7 +40,7 @@ class RouterMetrics(ProcessMetrics):
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
         help_text = "Request complete to first byte relayed."
         self.first_byte = Distribution(f"{PREFIX}first_byte_seconds", help_text, FIRST_BYTE_S)
-        self.loop_lag = Distribution(f"{PREFIX}loop_lag_seconds", "How late a timer ran.", LAG_S)
+        self.loop_lag = Distribution(f"{PREFIX}loop_lag_seconds", "Delay of a timer of the event loop.", LAG_S)
         self._refused = refused  # status → what never became a request
 
     def count(self, request: ClientRequest, status: int) -> None:
@@ -75,7 +75,7 @@ class RouterMetrics(ProcessMetrics):
         for name, rows in by_name.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             plain = name.removesuffix("_total")
-            yield family(kind, f"{PREFIX}{plain}", f"See docs: {plain}.", ("model", "role"), rows)
+            yield family(kind, f"{PREFIX}{plain}", "Explained in docs/router.md.", ("model", "role"), rows)
 
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas.values()

@@ -135,8 +135,8 @@ class RouterProcess:
         self.prompts.max_model_len = max(self.prompts.max_model_len, model.max_model_len or 0)
         if self.prompts.digest is not None and model.text_digest not in (None, self.prompts.digest):
             log.warning(
-                "%s has another tokenizer or chat template than --tokenizer names: it is sent text, and what it has "
-                "cached is only guessed",
+                "%s has another tokenizer or chat template than --tokenizer: it is sent text instead of token ids, and its "
+                "cache contents are only estimated",
                 replica.url,
             )
         self.feeds.watch(replica)
@@ -148,12 +148,12 @@ class RouterProcess:
             is_same = await tokenizes_alike(replica, self.prompts, self.config.timeouts.response_s)
         if is_same is False:
             log.warning(
-                "%s makes other tokens of a text than --tokenizer does, or none is given: its cache events are not used, and what it has "
-                "cached is only guessed",
+                "%s tokenizes differently from --tokenizer, or no --tokenizer is given: its cache events are ignored, and "
+                "its cache contents are only estimated",
                 replica.url,
             )
         elif is_same is None:
-            log.warning("%s has no /tokenize: that it makes the tokens of --tokenizer is not checked", replica.url)
+            log.warning("%s has no /tokenize, so it is not checked whether it tokenizes like --tokenizer", replica.url)
         return is_same is not False
 
 

@@ -103,7 +103,7 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
     given = {"seed": 3, "dtype": "float16", "max_model_len": 2000, "kv_cache_bytes": 2**30}
     assert given_options(args, EngineOptions) == given
     shown = capsys.readouterr().err
-    assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: no code" in shown
+    assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: code of" in shown
 
 
 def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:

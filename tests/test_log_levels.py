@@ -51,7 +51,7 @@ def test_a_command_refuses_it_before_anything_starts(
     assert "--log-level: log_level: 'loud' is not a level" in capsys.readouterr().err
     monkeypatch.setenv(LOG_VARIABLE, "kitchen=info")
     assert main([command]) == 2
-    assert "log_level: 'kitchen' is not a room" in capsys.readouterr().err
+    assert "log_level: 'kitchen' is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ class Telemetry:
         "URL",
     )
     log_level: str | None = flag(
-        f"one level for all rooms, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
-        "environment, else info)",
+        "one level for everything, and levels for single folders of the code (engine, executor, cache, router), like "
+        f"info,router=debug,cache=error (default: {LOG_VARIABLE} in the environment, else info)",
         "LEVELS",
         ("--log-level", "--uvicorn-log-level"),
         read=levels,

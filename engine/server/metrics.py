@@ -165,10 +165,10 @@ def _tier_families(tiers: Mapping[str, Mapping[str, float]], model: str) -> Iter
 
 def _expert_families(update: ExpertUpdate, model: str) -> Iterator[Metric]:
     """Yield the balance of expert load over the ranks, and the costs of moving experts."""
-    text = "Mean load of a rank over the load of the fullest, mean over the layers."
+    text = "Mean load of the ranks divided by the largest load of a rank, mean over the layers."
     yield family(GaugeMetricFamily, "penstock:expert_balance", text, ["model_name"], [((model,), update.balance)])
     for name, of, shares in (("rank_load", "rank", update.rank_load), ("load", "expert", update.expert_load)):
-        text = f"Share of the experts' tokens at the last look, by {of}; all layers together."
+        text = f"Share of the experts' tokens at the last check of the load, by {of}; all layers together."
         rows = [((model, str(place)), share) for place, share in enumerate(array("f", shares))]
         yield family(GaugeMetricFamily, f"penstock:expert_{name}", text, ["model_name", of], rows)
     for field, (name, text) in EXPERT_COUNTERS.items():

@@ -170,10 +170,10 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
         raise ValueError("served_model_names: at least one name is needed, and none may be empty")
     for origin in config.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ValueError(f"allowed_origins: {origin!r} is no origin; it is written like https://app.example, or *")
+            raise ValueError(f"allowed_origins: {origin!r} is not an origin; write it like https://app.example, or *")
     names = [*config.served_model_names, *(module.name for module in config.lora_modules)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is what the model is called")
+        raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is also a name of the model")
     unknown = config.default_sampling.keys() - DEFAULTABLE
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")

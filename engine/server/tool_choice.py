@@ -111,9 +111,7 @@ class Tools:
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
         if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
-            log.warning(
-                "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
-            )
+            log.warning("%s: the chat template does not support tools, so the prompt describes hermes's format", named)
         self.unheld = RecentKeys(MAX_UNHELD)  # sets of optional tools whose grammar was refused
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
@@ -174,7 +172,7 @@ class Tools:
         """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
         self.unheld.add(key)
         names = clip(", ".join(function.name for function in calls.functions))
-        log.warning("tools %s: optional calls are held to no grammar: %s", names, refusal.message)
+        log.warning("tools %s: optional calls are not constrained by a grammar: %s", names, refusal.message)
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())

@@ -209,8 +209,8 @@ class Placement:
         elif not prompt.has_ids and not replica.cache.is_estimated:
             if not self.totals.no_ids_decisions_total:
                 log.warning(
-                    "%s: a request was placed by load alone, as its token ids are unknown here and the replica reports "
-                    "blocks of token ids; check --tokenizer and the route (further ones are only counted)",
+                    "%s was chosen without comparing caches: the router does not know the request's token ids, and the "
+                    "replica reports blocks of them; check --tokenizer and the route (later cases are only counted)",
                     replica.name,
                 )
             self.totals.no_ids_decisions_total += 1

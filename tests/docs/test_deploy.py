@@ -109,7 +109,5 @@ def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> N
     rooms = {link.readlink().name for link in (ROOT / "src" / "penstock").iterdir() if link.is_symlink()}
     metadata = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"}
     assert allowed == metadata | rooms | {"src", "csrc"}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     assert allowed <= {name.partition("/")[0] for name in tracked}

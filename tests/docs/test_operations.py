@@ -1,62 +1,51 @@
-"""The page for operators and its dashboard name metrics that there are, and all that there are."""
+"""The pages and the dashboard name metrics that there are, and all that there are."""
 
 import json
 import re
 from array import array
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertUpdate
+from tests.support.router_fleet import running_router
 from tests.support.running_server import running
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAME = re.compile(r"\b((?:vllm|penstock):[a-z0-9_]+)(…?)")
-ENDINGS = ("_total", "_bucket", "_sum", "_count", "_created")
+NAME = re.compile(r"\b((?:vllm|penstock):\w*_\w*)(…?)")
 
 
-def exported() -> set[str]:
-    """Every sample that a server with tiers and experts exports."""
+@pytest.fixture(scope="module")
+def exported() -> tuple[set[str], set[str]]:
+    """The metrics of a server with tiers and experts and of a router, by the names that a query has; and all samples."""
     shares = array("f", [0.5, 0.5]).tobytes()
-    tiers: dict[str, dict[str, float]] = {
-        tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")
-    }
-    with running() as server:
-        server.engine.stats = Stats(
-            num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
-        )
+    tier: dict[str, float] = {"hit_tokens": 1, "used_blocks": 2, "capacity_blocks": 3, "corrupt_reads": 0}
+    with running() as server, running_router(server.url) as router:
+        experts = ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
+        server.engine.stats = Stats(num_blocks=4, tiers={"host": tier, "disk": tier}, experts=experts)
         server.http.get("/health")
-        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
-    return {family.name for family in families} | {sample.name for family in families for sample in family.samples}
+        texts = [each.http.get("/metrics").text for each in (server, router)]
+    families = [family for text in texts for family in text_string_to_metric_families(text)]
+    names = {family.name + "_total" * (family.type == "counter") for family in families}
+    return names, names | {sample.name for family in families for sample in family.samples}
 
 
-def plain(name: str) -> str:
-    return next((name.removesuffix(end) for end in ENDINGS if name.endswith(end)), name)
+def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[str]]) -> None:
+    metrics = {name for name in exported[0] if name.startswith(("vllm:", "penstock:"))}
+    for path in DOCS.glob("*.md"):
+        named = NAME.findall(path.read_text()) if path.name != "log.md" else []  # history
+        groups = {name for name, is_group in named if is_group or name.endswith("_")}
+        assert {name for name, _ in named} - groups - exported[1] == set(), path.name
+        metrics -= {name for name, _ in named}
+    assert {name for name in metrics if not name.startswith("penstock:kv_tier_")} == set(), "tiers.md has a table"
 
 
-def test_the_page_names_every_metric_of_a_server_and_no_other() -> None:
-    names = {plain(name) for name in exported() if name.startswith(("vllm:", "penstock:"))}
-    named_there = NAME.findall((DOCS / "operations.md").read_text())
-    groups = tuple(name for name, is_group in named_there if is_group)
-    alone = {text for name, is_group in named_there if not is_group for text in (name, plain(name))}
-    assert {name for name in names if not name.startswith(groups)} - alone == set()
-    whole = {name for name, is_group in named_there if not is_group and not name.startswith(groups)}
-    assert {name for name in whole if not {name, plain(name)} & names} == set()
-
-
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_the_dashboard_and_the_live_page_ask_for_metrics_that_there_are(exported: tuple[set[str], set[str]]) -> None:
     board = json.loads((DOCS / "grafana.json").read_text())
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel.get("targets", ())
-        for name, _ in NAME.findall(target["expr"])
-    }
-    assert len(asked) > 20
-    server = {name for name in asked if not name.startswith("penstock:router_")}
-    assert server - exported() == set()
-    sources = (DOCS.parent / "router" / "metrics.py").read_text()
-    for name in asked - server:
-        assert plain(name).removeprefix("penstock:router_") in sources, f"{name} is nowhere counted"
+    asked = {name for name, _ in NAME.findall(json.dumps(board["panels"]))}
+    shown = {name for name, _ in NAME.findall(document().body.decode())}
+    assert len(asked) > 20 and len(shown) > 8 and (asked | shown) - exported[0] - exported[1] == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

@@ -7,6 +7,7 @@ import pytest
 
 from penstock import cli
 from penstock.engine.config import EngineOptions
+from penstock.engine.model_files import DEFAULT_NAME
 from penstock.engine.options import options_of
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.vllm_options import IGNORED
@@ -17,6 +18,7 @@ from tests.support.programs import printed
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+FILE = re.compile(r"`((?:engine|executor|cache|router|eplb|csrc|tests|benchmarks)/[\w/.]+\.\w+)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -25,37 +27,23 @@ def test_the_page_of_flags_is_what_the_commands_say() -> None:
     assert page(text) == text, "run: python -m tests.docs.configuration"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    targets = [target for target in LINK.findall(path.read_text()) if "://" not in target]
-    assert [target for target in targets if not (path.parent / target).exists()] == []
-
-
 def test_every_page_is_linked_from_another_one() -> None:
-    texts = {path: path.read_text() for path in PAGES}
-    alone = [
-        path.name
-        for path in PAGES
-        if path.parent.name == "docs" and not any(path.name in text for other, text in texts.items() if other != path)
-    ]
-    assert alone == []
+    texts = {path.name: path.read_text() for path in PAGES}
+    pages = [path.name for path in PAGES if path.parent.name == "docs"]
+    assert [name for name in pages if not any(name in text for other, text in texts.items() if other != name)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_files_that_are_named_exist(path: Path) -> None:
-    if path.name == "log.md":
-        return  # history: it names files that are gone
-    named = set(
-        re.findall(r"`((?:engine|executor|cache|router|eplb|csrc|tests|benchmarks)/[\w/.]+\.\w+)", path.read_text())
-    )
-    assert sorted(name for name in named if not (ROOT / name).exists()) == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_that_is_shown_compiles(path: Path) -> None:
-    for language, code in BLOCK.findall(path.read_text()):
+def test_links_lead_somewhere_named_files_exist_and_python_compiles_and_names_the_served_model(path: Path) -> None:
+    text = path.read_text()
+    targets = [target for target in LINK.findall(text) if "://" not in target]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+    files = set(FILE.findall(text)) if path.name != "log.md" else ()  # history: it names files that are gone
+    assert sorted(name for name in files if not (ROOT / name).exists()) == []
+    for language, code in BLOCK.findall(text):
         if language == "python":
             compile(code, path.name, "exec")
+            assert set(re.findall(r'model="([^"]+)"', code)) <= {DEFAULT_NAME}
 
 
 @pytest.mark.slow

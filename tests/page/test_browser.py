@@ -13,6 +13,13 @@ from tests.support.page_browser import MARKS, streamed, visit
 from tests.support.running_server import Running, running, until
 
 pytestmark = MARKS
+ENDLESS = """void (window.fetch = async (path, { signal }) => {
+  if (!path.includes("chat")) return new Promise(() => {});
+  signal.addEventListener("abort", () => (window.isClosed = true));
+  return new Response(new ReadableStream({ start: (stream) => stream.enqueue(new TextEncoder().encode("data: {\\n\\n")) }));
+})"""
+IMPATIENT = "void ([window.patient, AbortSignal.timeout] = [AbortSignal.timeout, () => window.patient(200)])"
+PATIENT = "void (AbortSignal.timeout = window.patient)"
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>x</b>'
 
 
@@ -76,6 +83,10 @@ def test_an_answer_that_fails_keeps_what_came_and_says_why(browser: Any, slow: R
         page.click("#new")
         page.answer_with(streamed({"content": "half an ans"}, finish=None))
         assert page.ask("abc") == "half an ans" and page.inner_text("#talk .error") == "The answer broke off."
+        page.click("#new")
+        page.evaluate(ENDLESS)
+        page.ask("abc")
+        assert page.is_visible("#talk .error") and page.evaluate("window.isClosed"), "the connection stays open"
 
 
 def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser: Any) -> None:
@@ -137,11 +148,13 @@ def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
         page.wait_for("document.querySelectorAll('.tile .figure')[2].textContent === '0tok/s'")
         figures = page.locator(".tile .figure").all_inner_texts()
         assert figures[:6] == ["3", "1,234", "0tok/s", "0tok/s", "25%", "25ms"]
+        assert page.locator(".tile .label").all_inner_texts()[4] == "Prefix hits, since start"
         assert len(figures) == 10 and all(re.fullmatch(r"0|[\d,.]+m?s", figure) for figure in figures[6:])
         rows = [re.sub(r"\s+", " ", text) for text in page.locator("#tiers .meter").all_inner_texts()]
         assert rows == ["Device 16 held, 20 cached of 64", "Host 5 of 50", "Disk 7 blocks"]
-        engine.stats = Stats(num_running=4)
+        engine.stats = Stats(num_running=4, prefix_queries=400, prefix_hits=200)
         page.wait_for("document.querySelector('.tile .figure').textContent === '4'")
+        assert page.locator(".tile").all_inner_texts()[4].split("\n") == ["Prefix hits", "75%"]
 
 
 def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
@@ -151,3 +164,16 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
             page.wait_for_selector("#state .dot.good")
         page.wait_for_selector("#state .dot.bad")
         assert page.inner_text("#state-text") == "not reachable"
+
+
+def test_a_server_that_does_not_respond_is_said_and_a_restarted_one_is_asked_for_its_models(browser: Any) -> None:
+    with running() as server, visit(browser, server.url, may_complain=True) as page:
+        page.wait_for_selector("#state .dot.good")
+        page.route("**/metrics", lambda route: None)
+        page.evaluate(IMPATIENT)
+        page.wait_for("document.getElementById('state-text').textContent === 'no response'")
+        page.wait_for_selector("body.stale")
+        page.evaluate(PATIENT)
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "another"}]}))
+        page.route("**/metrics", lambda route: route.fulfill(body="process_start_time_seconds 1\n"))
+        page.wait_for("document.getElementById('model').value === 'another'")

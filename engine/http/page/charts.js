@@ -6,7 +6,8 @@ async function startWatch() {
   for (let mayAsk = true; ; await new Promise((resolve) => setTimeout(resolve, 1000))) {
     if (document.hidden) continue;
     try {
-      history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+      history.add(parseMetrics(await (await ask("/metrics", {}, mayAsk)).text()));
+      if (history.looks.length === 1) learnModels(); // the first sample, or that of a restarted server
       setState("good", history.now.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected");
       if (!byId("watch").hidden) {
         byId("tiles").replaceChildren(...liveTiles(history));
@@ -16,27 +17,30 @@ async function startWatch() {
       document.body.classList.remove("stale");
     } catch (error) {
       if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
-      setState("bad", error instanceof TypeError ? "not reachable" : error.message);
+      setState("bad", { TypeError: "not reachable", TimeoutError: "no response" }[error.name] ?? error.message);
       document.body.classList.add("stale");
     }
   }
 }
 
 function liveTiles(history) {
-  const gauge = (label, name) => tile(label, [figure(total(history.now, name)), ""], history.values(name));
-  const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
-  const mean = (label, name) => {
-    const [seconds, counts] = [history.rates(`${name}_sum`), history.rates(`${name}_count`)];
-    const line = counts.map((rate, i) => (rate > 0 ? seconds[i] / rate : 0));
-    return tile(label, duration(history.ratio(`${name}_sum`, `${name}_count`)), line);
+  const gauge = (label, name) => {
+    const line = history.looks.map(({ series }) => total(series, name) ?? 0);
+    return tile(label, [figure(total(history.now, name)), ""], line);
   };
+  const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
+  const ratio = (label, format, top, bottom) => {
+    const [value, period] = history.ratio(top, bottom);
+    return tile(label + period, format(value), history.ratios(top, bottom));
+  };
+  const mean = (label, name) => ratio(label, duration, `${name}_sum`, `${name}_count`);
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
   return [
     gauge("Running", "vllm:num_requests_running"),
     gauge("Waiting", "vllm:num_requests_waiting"),
     speed("Generated", "vllm:generation_tokens_total"),
     speed("Prompts", "vllm:prompt_tokens_total"),
-    tile("Prefix hits", [percent(history.ratio(...hits)), "%"], history.rates(hits[0])),
+    ratio("Prefix hits", (share) => [percent(share), "%"], ...hits),
     mean("Step", "penstock:step_seconds"),
     mean("In the queue", "vllm:request_queue_time_seconds"),
     mean("First token", "vllm:time_to_first_token_seconds"),
@@ -123,15 +127,17 @@ class History {
     return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name) ?? 0);
   }
 
-  /** Return the growth of `top` divided by that of `bottom` in the last minute, else since the start, else undefined. */
+  /** Return the growth of `top` divided by that of `bottom` in the last minute; else since the start, and these words. */
   ratio(top, bottom) {
     const grown = (name) => (total(this.now, name) ?? 0) - (total(this.looks[0].series, name) ?? 0);
-    if (grown(bottom) > 0) return grown(top) / grown(bottom);
-    return total(this.now, bottom) ? total(this.now, top) / total(this.now, bottom) : undefined;
+    if (grown(bottom) > 0) return [grown(top) / grown(bottom), ""];
+    return total(this.now, bottom) ? [total(this.now, top) / total(this.now, bottom), ", since start"] : [undefined, ""];
   }
 
-  values(name) {
-    return this.looks.map(({ series }) => total(series, name) ?? 0);
+  /** Return the same between all adjacent samples, for a line chart; 0 where `bottom` did not grow. */
+  ratios(top, bottom) {
+    const counts = this.rates(bottom);
+    return this.rates(top).map((rate, i) => (counts[i] > 0 ? rate / counts[i] : 0));
   }
 }
 

@@ -123,7 +123,6 @@ class Chat {
         body: JSON.stringify(body),
         signal: control.signal,
       });
-      if (!response.ok) throw new Error(await complaint(response));
       for await (const event of events(response.body)) {
         answer.take(event);
         // Stopped here, because the server refuses a requested length that does not fit into the context.
@@ -137,6 +136,7 @@ class Chat {
       if (error.name === "AbortError") answer.finish ??= "stopped";
       else turn.error = error instanceof TypeError ? `The connection broke: ${error.message}` : error.message;
     }
+    control.abort(); // closes the connection of an answer that could not be read to its end
     this.inFlight = this.answer = null;
     turn.figures = answer.figures();
     answer.close(() => this.regenerate());
@@ -171,8 +171,7 @@ function startChat() {
     byId("say").focus();
   });
   addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || document.querySelector("dialog[open], :popover-open")) return;
-    chat.inFlight?.abort();
+    if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) chat.inFlight?.abort();
   });
   byId("new").addEventListener("click", () => chat.open(newTalk()));
   byId("past-clear").addEventListener("click", () => chat.drop(readTalks().map(({ id }) => id)));

@@ -9,7 +9,7 @@ const MOST_CHARACTERS = 2_000_000; // total size as JSON, less than half of the 
 
 const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2)}`;
 const newTalk = () => ({ id: newId(), at: 0, turns: [] });
-const titleOf = (talk) => talk.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
+const titleOf = (talk) => talk?.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
 
 /** Read a key from local storage; return null if it is missing or unreadable. */
 function readKept(key) {

@@ -95,14 +95,17 @@ function startKey() {
   byId("key-open").hidden = session.getItem("key") === null;
 }
 
-/** Fetch with the key. A 401 opens the dialog, unless `mayAsk` is false. */
+/** Fetch with the key, for at most ten seconds if the caller gives no signal; return the response if it succeeded, else
+ * throw an error with the server's message. A 401 opens the dialog, unless `mayAsk` is false. */
 async function ask(path, options = {}, mayAsk = true) {
   for (;;) {
     const key = session.getItem("key");
     const headers = { ...options.headers };
     if (key !== null) headers.authorization = `Bearer ${key}`;
-    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
-    if (response.status !== 401) return response;
+    const signal = options.signal ?? AbortSignal.timeout(10_000);
+    const response = await fetch(path, { ...options, signal, headers, cache: "no-store", credentials: "omit" });
+    if (response.ok) return response;
+    if (response.status !== 401) throw new Error(await complaint(response));
     if (!mayAsk) throw new Error("this server needs an API key");
     await wantKey(
       key === null
@@ -110,12 +113,6 @@ async function ask(path, options = {}, mayAsk = true) {
         : "That key was refused.",
     );
   }
-}
-
-/** Return the body of a successful response; throw an error with the server's message otherwise. */
-async function bodyOf(response, kind) {
-  if (response.ok) return response[kind]();
-  throw new Error(await complaint(response));
 }
 
 /** Return the message of an error response, or its status if it has another format. */

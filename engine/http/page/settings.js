@@ -42,7 +42,7 @@ function startSettings() {
 /** Load the served names into the list of models; the charts report a server that does not answer. */
 async function learnModels() {
   try {
-    const { data } = await bodyOf(await ask("/v1/models"), "json");
+    const { data } = await (await ask("/v1/models")).json();
     const chosen = byId("model").value || readKept(SETTINGS)?.model;
     byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
   } catch {

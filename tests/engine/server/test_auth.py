@@ -83,7 +83,7 @@ def test_a_named_origin_may_ask_with_its_key_and_another_may_not() -> None:
 
 @pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "", "https://"])
 def test_what_is_no_origin_is_refused(origin: str) -> None:
-    with pytest.raises(ValueError, match="allowed_origins: .* is no origin"), running(allowed_origins=(origin,)):
+    with pytest.raises(ValueError, match="allowed_origins: .* is not an origin"), running(allowed_origins=(origin,)):
         pass
 
 
