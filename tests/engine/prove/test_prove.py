@@ -417,7 +417,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         is_known = self.headers.get("Authorization") == "Bearer " + os.environ["PENSTOCK_API_KEY"]
         is_known &= "route" not in sys.argv or os.environ.get("PENSTOCK_BACKEND_API_KEY") == "sk-own"
-        self.send_response(200 if is_known else 401)
+        self.send_response(200 if is_known or self.path == "/ready" else 401)
         self.send_header("Content-Length", "0")
         self.end_headers()
     def log_message(self, *_):

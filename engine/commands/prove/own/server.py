@@ -75,7 +75,7 @@ class OwnServer:
     async def start(self, headers: Mapping[str, str]) -> None:
         """Start the processes and wait until they are ready.
 
-        `headers` are sent with the checks: a server that inherits PENSTOCK_API_KEY requires it for /ready too. Raises
+        `headers` are sent with the checks, because a server that inherits PENSTOCK_API_KEY requires it. Raises
         ProveError with the server's last log line if it ends early, or if it refuses the key.
         """
         self.servers = []
@@ -92,8 +92,9 @@ class OwnServer:
                     if any(server.poll() is not None for server in self.servers):
                         raise ProveError(f"world: the server ended; {_last_line(self._log)}")
                     try:
-                        status, _ = await client.fetch("GET", "/ready", headers=headers)
-                        if status == 200:
+                        ready, _ = await client.fetch("GET", "/ready", headers=headers)
+                        status, _ = await client.fetch("GET", "/v1/models", headers=headers)  # requires the key
+                        if ready == status == 200:
                             return
                         if status == 401:
                             raise ProveError("header: the server requires another API key than the one sent")
