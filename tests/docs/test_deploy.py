@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from penstock.engine.http.auth import OPEN_ROUTES
 from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
-from penstock.router.routes import OPEN
 from tests.docs.test_commands import check_penstock
 from tests.docs.test_pages import ROOT
 
@@ -64,7 +62,6 @@ def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(depl
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(PORTS[verb])
     assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
-    assert {("GET", "/health"), ("GET", "/ready")} <= OPEN_ROUTES and (b"GET", "/ready") in OPEN  # probes have no key
     waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["spec"]["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}

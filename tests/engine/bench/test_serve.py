@@ -31,7 +31,8 @@ def parse(*options: str) -> argparse.Namespace:
 
 def measured(*options: str, answer: Answer = speak_openai) -> tuple[dict[str, Any], list[Seen]]:
     with endpoint(answer) as server:
-        small = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3")
+        lengths = () if "--dataset-name" in options else ("--random-input-len", "8", "--random-output-len", "3")
+        small = ("--num-prompts", "6", *lengths)
         result = asyncio.run(serving.measure(parse("--base-url", server.url, *small, *options)))
         return result, server.seen
 
@@ -160,7 +161,7 @@ def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], messag
 def test_fields_that_are_no_json_object_are_named_by_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--extra-body", "[1]")
-    assert "--extra-body: a JSON object is expected" in capsys.readouterr().err
+    assert "--extra-body: '[1]' given; a JSON object is expected" in capsys.readouterr().err
 
 
 def test_a_missing_server_is_reported_and_not_traced() -> None:
