@@ -228,16 +228,6 @@ def test_a_reader_that_leaves_costs_no_traceback() -> None:
     assert ended.stderr == "alive\n"
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "name"), [("tcp://*:99999", "endpoint"), ("tcp://*", "endpoint"), ("tcp://a:b", "replay_endpoint")]
-)
-def test_a_port_for_cache_events_that_is_none_is_refused_before_anything_is_loaded(
-    endpoint: str, name: str, run: Run
-) -> None:
-    shown = run("serve", "--kv-events-config", f'{{"enable_kv_cache_events": true, "{name}": "{endpoint}"}}').err
-    assert f"--kv-events-config: {name}: '{endpoint}' given; a port of 0 to 65535 is expected" in shown
-
-
 def test_what_is_opened_lands_on_no_standard_stream_that_was_closed() -> None:
     program = (
         "import os; from penstock import cli; "
