@@ -178,7 +178,7 @@ class EngineOptions:
     )
     eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
     tensor_parallel_size: Count | None = flag(
-        "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
+        "ranks (GPUs) to split the model over (default: 1)", "N", ("--tensor-parallel-size", "-tp")
     )
     executor: ExecutorKind | None = flag(
         "in the engine core's process, in one process per rank, or on a running Ray cluster "
@@ -205,8 +205,8 @@ class ConfigError(ValueError):
 
 def chosen(args: argparse.Namespace, kind: type[D]) -> D:
     """Build a command's own options from its command line and check them; raise ConfigError if one is invalid."""
-    config = built(args, kind)
     try:
+        config = built(args, kind)
         check(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -263,14 +263,12 @@ def _check_together(options_given: EngineOptions, config: EngineConfig) -> None:
         (("ray_allow_open_dashboard",), executor.kind == "ray", "executor 'ray'"),
         (("kv_peer_secret_file",), executor.kv_peers or executor.kv_peer_listen, "kv_peers or kv_peer_listen"),
         (cached, scheduler.enable_prefix_caching, "enable_prefix_caching"),
+        (("kv_disk_path",), executor.kv_disk_bytes, "kv_disk_bytes, the size limit of that directory"),
+        (("kv_disk_bytes",), executor.kv_disk_path, "kv_disk_path"),
     ):
         for name in names if not is_met else ():
             if getattr(options_given, name):
                 raise ValueError(f"{name}: given; it requires {required}")
-    if executor.kv_disk_path and not executor.kv_disk_bytes:
-        raise ValueError(f"kv_disk_bytes: not given; it is required with kv_disk_path ({executor.kv_disk_path!r})")
-    if executor.kv_disk_bytes and not executor.kv_disk_path:
-        raise ValueError(f"kv_disk_path: not given; it is required with kv_disk_bytes ({executor.kv_disk_bytes})")
     if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens: {scheduler.max_num_batched_tokens} is less than max_num_seqs "

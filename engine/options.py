@@ -1,6 +1,6 @@
 """Declares options as fields of the dataclasses that configure an engine, a server or a router.
 
-    max_num_seqs: Count = flag("sequences computed at a time (default: %(default)s)", "N", default=256)
+    max_num_seqs: Count = flag("sequences computed at a time", "N", default=256)
 
 The command line flag with its help text, the validation of the `LLM(...)` keyword and the line in docs/configuration.md
 are all derived from the annotated type and `flag`. Code that resolves options checks them against each other.
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -59,13 +60,13 @@ D = TypeVar("D", bound=Declared)
 class Flag(NamedTuple):
     """The command line flag of a field."""
 
-    help: str | None  # %(default)s is replaced with the field's default
+    help: str | None  # the field's default is added, or stands in place of %(default)s
     metavar: str | None = None
     names: tuple[str, ...] = ()  # replace the name that is derived from the field
     choices: tuple[str, ...] = ()  # for a type that is not a Literal
     read: Callable[[str], Any] | None = None  # converts the text; raises ValueError if it is invalid
     has_off: bool = False  # also defines --no-…
-    takes_several: bool = False  # one flag takes several values; otherwise a tuple's flag is repeated
+    takes_several: bool = False  # one flag takes several values; every flag of a tuple may be repeated
     opens: str = ""  # starts a group with this title in the help text
 
 
@@ -92,6 +93,14 @@ class Option(NamedTuple):
         return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
 
     @property
+    def help(self) -> str | None:
+        """The help text, with the default unless the text says it."""
+        text, default = self.flag.help, self.default
+        if text is None or "default" in text or isinstance(default, bool) or not isinstance(default, int | float | str):
+            return text
+        return f"{text} (default: %(default){'g' if isinstance(default, float) else 's'})"
+
+    @property
     def is_list(self) -> bool:
         return get_origin(self.kind) is tuple
 
@@ -104,7 +113,8 @@ class Option(NamedTuple):
             return {"choices": choices, "type": flag.read}
         settings: dict[str, Any] = {"metavar": flag.metavar}
         if self.is_list:
-            settings |= {"nargs": "+"} if flag.takes_several else {"action": "extend" if flag.read else "append"}
+            settings["action"] = "extend" if flag.takes_several or flag.read else "append"
+            settings["nargs"] = "+" if flag.takes_several else None
         is_object = get_origin(kind) is dict or isinstance(kind, type(msgspec.Struct))
         read = flag.read or (json_object if is_object else None)
         return {**settings, "type": _complaining(read) if read else kind if kind in (int, float) else None}
@@ -130,7 +140,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
         default = [] if isinstance(option.default, tuple) else option.default  # argparse appends to the default
         settings = {"dest": option.name, "default": default, **option.settings()}
         names = group.add_mutually_exclusive_group() if option.words[1:] else group
-        names.add_argument(option.words[0], help=option.flag.help, **settings)
+        names.add_argument(option.words[0], help=option.help, **settings)
         for word in option.words[1:]:
             names.add_argument(word, help=f"the same as {option.words[0]}", **settings)
 
@@ -176,7 +186,7 @@ def converted(values: Mapping[str, Any], kind: type[T], *, strict: bool = True) 
             for part in re.findall(r"[^.\[\]]+", place):
                 value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
             what = f"{value!r} given; {what.replace(' | null`', '`')}"
-        raise ValueError(f"{place.lstrip('.')}: {what}") from None
+        raise ValueError(f"{place.lstrip('.')}: {what}" if place else what) from None
 
 
 def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
@@ -231,9 +241,10 @@ def without_aliases(values: Mapping[str, Any], kind: type[Declared]) -> dict[str
 def count(text: str) -> int:
     """Read a number of tokens as vLLM does: `4096`, `4k` (4,000) or `4K` (4,096); else raise ValueError."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([kKmM]?)", text.strip())
-    if match is None:
+    units = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+    if match is None or (found := Fraction(match[1]) * units[match[2]]).denominator != 1:
         raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
-    return int(float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]])
+    return int(found)
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -245,7 +256,7 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -255,7 +266,7 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError("a JSON object is expected, like '{\"rope_theta\": 1000000}'")
+        raise ValueError(f'{text[:60]!r} given; a JSON object is expected, like {{"name": 1}}')
     return value
 
 

@@ -32,11 +32,7 @@ def add_ignored_options(parser: argparse.ArgumentParser) -> None:
 def split_ignored(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the options that have an effect, and a remark about each ignored option."""
     kept = {name: value for name, value in options.items() if name not in IGNORED}
-    return kept, [remark(name) for name in options if name in IGNORED]
-
-
-def remark(name: str) -> str:
-    return f"{name}: without effect: {IGNORED[name]}"
+    return kept, [f"{name}: without effect: {IGNORED[name]}" for name in options if name in IGNORED]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

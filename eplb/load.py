@@ -67,7 +67,7 @@ class LoadTracker:
         for field, value in (("layers", layers), ("experts", experts), ("window", window)):
             if value < 1:
                 raise ValueError(f"{field}: {value}, must be at least 1")
-        self._fade = np.exp(-1 / window)
+        self._window = window
         self._load = np.zeros((layers, experts))
 
     def add(self, counts: ArrayLike, num_steps: int) -> None:
@@ -80,9 +80,9 @@ class LoadTracker:
             raise ValueError(f"counts: shape {counts.shape}, must be {self._load.shape}")
         if num_steps < 1:
             raise ValueError(f"num_steps: {num_steps}, must be at least 1")
-        faded = self._fade**num_steps
-        self._load *= faded
-        self._load += counts * ((1 - faded) / ((1 - self._fade) * num_steps))
+        self._load *= np.exp(-num_steps / self._window)
+        # expm1 is exact also where 1 - exp(-1 / window) is zero
+        self._load += counts * (np.expm1(-num_steps / self._window) / (np.expm1(-1 / self._window) * num_steps))
 
     def load(self) -> NDArray[np.float64]:
         """Return the decayed load [layers, experts] to plan with."""

@@ -28,11 +28,11 @@ class Timeouts:
     connect_s: Seconds = 2.0
     # A queue may be long; the probes find a dead replica.
     response_s: Seconds = flag("seconds without a byte of a response", "S", ("--response-timeout",), default=600.0)
-    probe_interval_s: Seconds = flag("seconds between probes (default: %(default)g)", "S", default=0.5)
+    probe_interval_s: Seconds = flag("seconds between probes", "S", default=0.5)
     probe_timeout_s: Seconds = 1.0
     retry_share: Share = flag("maximum retries as a share of requests", "X", default=0.15)  # see RetryBudget
     max_ejected_share: Share = flag("maximum share of replicas to eject, besides dead ones", "X", default=0.5)
-    drain_s: Delay = flag("seconds to finish requests (default: %(default)g)", "S", ("--drain-timeout",), default=30.0)
+    drain_s: Delay = flag("seconds to finish requests", "S", ("--drain-timeout",), default=30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class RouterConfig:
         "a replica, http://HOST:PORT[,events=PORT…][,prefill=PORT]; repeat for each", "URL", default=()
     )
     prefill_threshold: Count = flag(
-        "uncached tokens from which a prompt is computed at a prefill replica (default: %(default)s)", "N", default=512
+        "uncached tokens from which a prompt is computed at a prefill replica", "N", default=512
     )
     host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
-    port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
-    policy: PolicyName = flag("how to choose a replica (default: %(default)s)", default="predicted-ttft")
+    port: Port = flag("0 takes any free port", default=8080)
+    policy: PolicyName = flag("how to choose a replica", default="predicted-ttft")
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
     chat_template: str | None = flag("the chat template that the replicas were started with, if any", "FILE")
@@ -53,12 +53,8 @@ class RouterConfig:
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("API key of the replicas", "KEY")
     max_requests: Count = flag("maximum requests in flight per replica", "N", default=512)
-    discover: tuple[str, ...] = flag(
-        "find replicas: file:PATH or dns:HOST:PORT; repeat for each",
-        "SOURCE",
-        default=(),
-    )
-    access_log: AccessForm = flag("log a line for each request (default: %(default)s)", default="off")
+    discover: tuple[str, ...] = flag("find replicas: file:PATH or dns:HOST:PORT; repeat for each", "SOURCE", default=())
+    access_log: AccessForm = flag("log a line for each request", default="off")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

@@ -9,7 +9,7 @@ PROXIED = frozenset({*PROMPTS, *POOLED, "/tokenize", "/detokenize", "/v1/message
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # of the others: GET and HEAD
 PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}
-OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})  # need no key
+OPEN = frozenset((method, path) for method in (b"GET", b"HEAD") for path in ("/", "/health", "/ready"))  # need no key
 
 
 def is_proxied(path: str) -> bool:

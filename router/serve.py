@@ -48,11 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the router; return the exit code. Raises RouteError for a mistake of the user, which is shown as one line."""
-    try:
-        log_to_stderr(args.log_level)
-    except ValueError as error:  # an invalid level in the environment
-        raise RouteError(str(error)) from None
     config = check(args)
+    log_to_stderr(args.log_level)
     _check_backends(config)
     import uvloop
 

@@ -11,6 +11,8 @@ def main() -> int:
     add_arguments(parser)
     try:
         return run(parser.parse_args())
+    except KeyboardInterrupt:
+        return 130
     except USER_ERRORS as error:
         print(f"penstock-prove: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from penstock.executor.models.catalogue import FAMILIES
 USER_ERRORS: tuple[type[Exception], ...] = ()
 DTYPES = ("bfloat16", "float32", "float16 (GPU)")
 STORED = (
-    "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128",
+    "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128, AWQ, GPTQ, compressed-tensors, MXFP4 (gpt-oss)",
     "GGUF: floats and codes of 2 to 8 bits",
 )
 

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
@@ -49,19 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        log_to_stderr(args.log_level)
-    except ValueError as error:  # an invalid level in the environment
-        raise ConfigError(str(error)) from None
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
         raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
+    model = args.model or args.model_option
+    for name in args.served_model_names[1:] if model is None else ():
+        if "/" in name or name.endswith(".gguf") or Path(name).exists():
+            raise ConfigError(f"served_model_names: {name!r} given, and no model; name the model first, or as --model")
     need_weights = options.get("load_format") != "dummy"
-    files = resolve_model(args.model or args.model_option, revision=args.revision, need_weights=need_weights)
+    # The options are checked before the model is downloaded; only its name is not known yet.
+    check_adapters(engine_config("", options), server_config(args, model or DEFAULT_NAME, {}))
+    log_to_stderr(args.log_level)
+    files = resolve_model(model, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
     recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
     server = server_config(args, files.name, recommended)
-    check_adapters(engine, server)
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))

@@ -13,7 +13,7 @@ from starlette.types import Scope
 from penstock.engine.http.errors import HttpError
 
 CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
-OPEN_ROUTES = frozenset({("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")})
+OPEN_ROUTES = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ready"))
 
 
 NO_KEY = HttpError(

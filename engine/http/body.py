@@ -31,7 +31,10 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     if not body:
         raise HttpError(400, "the body is empty; a JSON object is expected")
     if not body.isascii():
-        _check_utf8(body)  # names and unused fields are not decoded, so check them here
+        try:
+            body.decode()  # names and unused fields are not decoded below
+        except UnicodeDecodeError as error:
+            raise HttpError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
     fields = decode(FIELDS, body)
     if len(fields) > MAX_FIELDS:
         raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
@@ -58,10 +61,3 @@ def explained(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
     place, what = objection(error, kind)
     media = _MEDIA.match(what)
     return place, what if media is None else f"{media[1]} is not served; this model reads text only"
-
-
-def _check_utf8(body: bytes) -> None:
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not valid UTF-8 at byte {error.start}") from None

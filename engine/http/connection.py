@@ -173,7 +173,11 @@ class GuardedConnection(HttpToolsProtocol):
         self.refused[status] += 1
         self._is_refused = True
         self._unset_keepalive_if_required()
-        is_own_turn = self._is_own_turn()
+        # The client must take an answer that is sent now as the answer to the request being read.
+        if self._is_in_headers:
+            is_own_turn = self.cycle is None or self.cycle.response_complete
+        else:
+            is_own_turn = not self.cycle.response_started and not self.pipeline
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the application must not answer as well
             self.cycle.message_event.set()
@@ -190,12 +194,6 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._set_deadline(LINGER_S, self.transport.abort)
-
-    def _is_own_turn(self) -> bool:
-        """Return whether the client would interpret an answer sent now as the answer to the request being read."""
-        if self._is_in_headers:
-            return self.cycle is None or self.cycle.response_complete
-        return not self.cycle.response_started and not self.pipeline
 
     def _set_deadline(self, seconds: float, then: Callable[[], None]) -> None:
         self._clear_deadline()

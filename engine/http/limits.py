@@ -20,12 +20,12 @@ MAX_REFUSALS = 64  # connections beyond the limit that get an error; further one
 class Limits:
     max_header_bytes: Annotated[int, Meta(ge=1024)] = 32 * 1024  # request line and headers together; trailers again
     max_body_bytes: Annotated[int, Meta(ge=1024)] = flag(
-        "maximum size of a request body", "SIZE", read=size_bytes, default=4 * 1024 * 1024
+        "maximum size of a request body (default: 4MiB)", "SIZE", read=size_bytes, default=4 * 1024 * 1024
     )
     header_timeout_s: Seconds = 10.0  # from the first byte (or the connection) to the end of the headers
     body_timeout_s: Seconds = 60.0  # from the end of the headers to the end of the body
     write_timeout_s: Seconds = 60.0  # a client that leaves its buffer full for so long is disconnected
-    max_connections: Count = flag("maximum number of connections (default: %(default)s)", "N", default=4096)
+    max_connections: Count = flag("maximum number of connections", "N", default=4096)
 
 
 def allow_open_files(wanted: int) -> int:
@@ -36,7 +36,6 @@ def allow_open_files(wanted: int) -> int:
     may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft == resource.RLIM_INFINITY or soft >= reachable:
-        return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     return reachable

@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -36,8 +36,18 @@ class Tracing:
     def __init__(self, telemetry: Telemetry, service: str) -> None:
         # The propagator logs a warning for every invalid header, which any client can send.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
-        self._provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(open_exporter(telemetry)))
+        own: dict[str, str | int] = {
+            "service.name": service,
+            "service.version": penstock.__version__,
+            "service.instance.id": secrets.token_hex(8),  # distinguishes processes with the same service name
+            "process.pid": os.getpid(),
+        }
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
+        resource = Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        assert telemetry.otlp_traces_endpoint is not None
+        exporter = OTLPSpanExporter(traces_url(telemetry.otlp_traces_endpoint))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("penstock", penstock.__version__)
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]], name: str, begun_s: float) -> "Trace":
@@ -100,20 +110,3 @@ def context_headers(span: Span) -> dict[str, str]:
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
     return carrier
-
-
-def open_exporter(telemetry: Telemetry) -> SpanExporter:
-    assert telemetry.otlp_traces_endpoint is not None
-    return OTLPSpanExporter(traces_url(telemetry.otlp_traces_endpoint))
-
-
-def _resource(service: str) -> Resource:
-    """Return the resource that describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take
-    precedence."""
-    own: dict[str, str | int] = {
-        "service.name": service,
-        "service.version": penstock.__version__,
-        "service.instance.id": secrets.token_hex(8),  # distinguishes processes with the same service name
-        "process.pid": os.getpid(),
-    }
-    return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)

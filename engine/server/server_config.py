@@ -14,7 +14,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Length, Port, check, converted, flag, json_object
-from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.tools import formats, thinking
 
 TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, *formats.ALIASES)
@@ -52,7 +52,7 @@ def _lora_module(text: str) -> LoraModule:
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's configuration of KV cache events, with its field names."""
 
-    enable_kv_cache_events: bool = False
+    enable_kv_cache_events: bool  # without a default, because the other fields have no effect without it
     publisher: Literal["zmq", "null"] = "zmq"
     endpoint: Annotated[str, Meta(pattern="^(tcp|ipc)://.+")] = "tcp://*:5557"
     replay_endpoint: Annotated[str, Meta(pattern="^(tcp|ipc)://.+")] | None = None
@@ -77,11 +77,11 @@ class ServerConfig:
     host: str = flag(
         "address to listen on (default: %(default)s, this machine only)", opens="server", default="127.0.0.1"
     )
-    port: Port = flag("0 takes any free port (default: %(default)s)", default=8000)
+    port: Port = flag("0 takes any free port", default=8000)
     api_keys: tuple[str, ...] = flag("require this API key; repeat for several", "KEY", default=())
     # Answers and metrics use the first name.
     served_model_names: tuple[str, ...] = flag(
-        "name of the model in the API (default: its own name)",
+        "name of the model in the API; several may follow (default: its own name)",
         "NAME",
         takes_several=True,
         default=("default",),
@@ -97,7 +97,7 @@ class ServerConfig:
         read=_origins,
         default=(),
     )
-    pooling: Pooling = flag("pooling of embeddings (default: %(default)s)", default="last")
+    pooling: Pooling = flag("pooling of embeddings", default="last")
     tool_call_parser: str = flag(
         "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
         choices=TOOL_CALL_PARSERS,
@@ -116,16 +116,14 @@ class ServerConfig:
         has_off=True,
         default=False,
     )
-    max_logprobs: Length = flag(
-        "maximum number of log-probabilities per token (default: %(default)s)", "N", default=MAX_LOGPROBS
-    )
+    max_logprobs: Length = flag("maximum number of log-probabilities per token", "N", default=MAX_LOGPROBS)
     kv_events_config: KvEventsConfig | None = flag(
         'publish cache events over ZMQ in the format of vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
         '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events works without it)',
         "JSON",
         read=lambda text: converted(json_object(text), KvEventsConfig),
     )
-    access_log: AccessForm = flag("log a line for each request (default: %(default)s)", default="text")
+    access_log: AccessForm = flag("log a line for each request", default="text")
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     lora_modules: tuple[LoraModule, ...] = flag(
@@ -144,7 +142,7 @@ class ServerConfig:
         default=False,
     )
     drain_timeout_s: Delay = flag(
-        "seconds that a stop waits for running requests (default: %(default)g)",
+        "seconds that a stop waits for running requests",
         "S",
         ("--drain-timeout", "--shutdown-timeout"),
         default=30.0,
@@ -175,7 +173,10 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is also a name of the model")
     unknown = config.default_sampling.keys() - DEFAULTABLE
-    if unknown:
-        raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
-    SamplingParams(**config.default_sampling).check(vocab_size=1)
+    try:
+        if unknown:
+            raise InvalidRequest(sorted(unknown)[0], f"it cannot have a default; {', '.join(sorted(DEFAULTABLE))} can")
+        SamplingParams(**config.default_sampling).check(vocab_size=1)
+    except InvalidRequest as error:
+        raise ValueError(f"override_generation_config: {error}; given: {config.default_sampling}") from None
     return replace(config, api_keys=keys)

@@ -148,8 +148,9 @@ def test_counts_fade_by_their_age_and_the_steps_between() -> None:
     tracker.check()
 
 
-def test_counts_of_several_steps_at_once_weigh_like_those_one_by_one() -> None:
-    once, singly = LoadTracker(1, 1, window=50), LoadTracker(1, 1, window=50)
+@pytest.mark.parametrize("window", [50, 10**17])  # the second makes the decay of a step less than a float shows
+def test_counts_of_several_steps_at_once_weigh_like_those_one_by_one(window: int) -> None:
+    once, singly = LoadTracker(1, 1, window=window), LoadTracker(1, 1, window=window)
     for _ in range(20):
         once.add([[7 * 8]], 8)
         for _ in range(8):

@@ -8,6 +8,7 @@ import transformers
 
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
+from penstock.executor.loading import quantization
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, registry
@@ -66,6 +67,7 @@ def test_no_refused_name_hides_one_that_runs_and_formats_of_tool_calls_and_reaso
 def test_the_page_has_the_table_that_the_command_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
     assert models.as_text(models.table()) in page
+    assert all(method in " ".join(models.STORED).lower() for method in quantization._READERS)
 
 
 def test_the_command_lists_them_without_torch() -> None:

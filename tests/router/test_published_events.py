@@ -63,7 +63,7 @@ def test_what_is_published_and_what_is_streamed_are_the_same(tmp_path: Path, kv_
 
 def test_blocks_are_forgotten_but_for_those_that_are_cached_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_publisher, "SPARE", 8)
-    publisher = KvPublisher(msgspec.structs.replace(INFO, num_blocks=16), KvEventsConfig())
+    publisher = KvPublisher(msgspec.structs.replace(INFO, num_blocks=16), KvEventsConfig(enable_kv_cache_events=True))
 
     def computed(first: int, *cached: set[bytes]) -> set[bytes]:
         """Report a prompt of four blocks; return their keys."""
@@ -134,7 +134,9 @@ def test_its_configuration_is_vllms_by_name_in_python_and_on_the_command_line_an
     endpoints = '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
     found = config(f'{{"enable_kv_cache_events": true, "publisher": "zmq", {endpoints}}}')
     assert found.is_on and found.replay_endpoint == "tcp://*:5558"
-    for wrong in ('{"endpoint": "*:5557"}', '{"publisher": "kafka"}', '{"colour": 1}', "5557"):
+    wrongs = ['"endpoint": "*:5557"', '"publisher": "kafka"', '"colour": 1']
+    wrongs = [f'{{"enable_kv_cache_events": true, {wrong}}}' for wrong in wrongs]
+    for wrong in (*wrongs, '{"endpoint": "tcp://*:5557"}', "5557"):  # an endpoint without a word on whether it is used
         with pytest.raises(msgspec.ValidationError):
             resolve(ServerConfig(kv_events_config=msgspec.json.decode(wrong, type=KvEventsConfig)), {})
         with pytest.raises((SystemExit, msgspec.ValidationError)):

@@ -25,7 +25,7 @@ VOCABULARY = [
 ]
 _FIELDS = """model prompt messages input instructions system max_tokens max_output_tokens temperature stream
 stream_options n logprobs top_logprobs return_token_ids cache_salt seed stop response_format tools tool_choice
-repetition_penalty"""
+presence_penalty"""
 FIELDS = {*_FIELDS.split()}
 # The defects that can be planted, each with the kind of finding that must come of it.
 DEFECTS = {
@@ -262,7 +262,7 @@ class ReferenceServer:
             state = self.state(prompt, own)
             if self.defect == "slots-swapped" and other is not None and number % 5 == 3:
                 state = self.state(other, own)
-            drawn = _hash(state, int(100 * body.get("repetition_penalty", 1)))
+            drawn = _hash(state, int(100 + 100 * body.get("presence_penalty", 0)))
             if body.get("temperature"):
                 drawn = _hash(state, self._seed(body, other is not None), index)
             choice = drawn % len(VOCABULARY)

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from penstock.engine.commands.prove.questions import WORDS
 from penstock.engine.config import ConfigError
-from penstock.engine.options import Count, Length, flag
+from penstock.engine.options import Count, Length, flag, options_of
 
 _WORDS = WORDS.split()
 _SPECIAL_IDS = 100  # the lowest ids are often special tokens, so they are not drawn
@@ -155,27 +155,32 @@ Factor = Annotated[float, Meta(gt=0, le=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    dataset_name: str = flag(
-        "what prompts are made of (default: %(default)s)", choices=tuple(DATASETS), default="random", opens="dataset"
-    )
+    dataset_name: str = flag("what prompts are made of", choices=tuple(DATASETS), default="random", opens="dataset")
     dataset_path: str | None = flag("file of the data sets sharegpt and timed_trace (Mooncake's format)", "FILE")
-    num_prompts: Count = flag("number of requests (default: %(default)s)", "N", default=1000)
+    num_prompts: Count = flag("number of requests", "N", default=1000)
     random_input_len: Count = flag(
-        "tokens of a random prompt (default: %(default)s)", "N", ("--random-input-len", "--input-len"), default=1024
+        "tokens of a random prompt", "N", ("--random-input-len", "--input-len"), default=1024
     )
     random_output_len: Count = flag(
-        "tokens of an answer to it (default: %(default)s)", "N", ("--random-output-len", "--output-len"), default=128
+        "tokens of an answer to it", "N", ("--random-output-len", "--output-len"), default=128
     )
     random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = flag(
-        "draw each length between len·(1-R) and len·(1+R); 0 ≤ R < 1 (default: %(default)g)", "R", default=0.0
+        "draw each length between len·(1-R) and len·(1+R); 0 ≤ R < 1", "R", default=0.0
     )
-    random_prefix_len: Length = flag(
-        "tokens of a shared prefix before each random prompt (default: %(default)s)", "N", default=0
-    )
-    random_num_prefixes: Count = flag("number of different prefixes (default: %(default)s)", "N", default=1)
-    trace_speed: Factor = flag("replay the trace this many times faster (default: %(default)g)", "X", default=1.0)
+    random_prefix_len: Length = flag("tokens of a shared prefix before each random prompt", "N", default=0)
+    random_num_prefixes: Count = flag("number of different prefixes", "N", default=1)
+    trace_speed: Factor = flag("replay the trace this many times faster", "X", default=1.0)
     trace_length_scale: Factor = flag(
-        "multiply all lengths of the trace, for a model with a shorter context (default: %(default)g)",
+        "multiply all lengths of the trace, for a model with a shorter context",
         "X",
         default=1.0,
     )
+
+    def __post_init__(self) -> None:
+        """Refuse an option that has no effect on this data set."""
+        of_files = ("sharegpt", "timed_trace")
+        for prefix, names in (("random_", ("random",)), ("trace_", ("timed_trace",)), ("dataset_path", of_files)):
+            for option in options_of(DatasetOptions) if self.dataset_name not in names else ():
+                value = getattr(self, option.name)
+                if option.name.startswith(prefix) and value != option.default:
+                    raise ValueError(f"{option.name}: {value} given; it requires dataset_name {' or '.join(names)}")

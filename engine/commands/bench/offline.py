@@ -12,7 +12,7 @@ from statistics import fmean
 
 from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
 from penstock.engine.commands.bench.report import output_file, percentile, write_json
-from penstock.engine.config import EngineOptions
+from penstock.engine.config import ConfigError, EngineOptions
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import Count, Length, flag, given_options
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -31,15 +31,17 @@ class OfflineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    input_len: Count = flag("tokens of a prompt (default: %(default)s)", "N", default=32)
-    output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
-    batch_size: Count = flag("requests in a batch (default: %(default)s)", "N", default=8)
-    num_iters_warmup: Length = flag("batches before the measured ones (default: %(default)s)", "N", default=10)
-    num_iters: Count = flag("measured batches (default: %(default)s)", "N", default=30)
+    input_len: Count = flag("tokens of a prompt", "N", default=32)
+    output_len: Count = flag("tokens of an answer", "N", default=128)
+    batch_size: Count = flag("requests in a batch", "N", default=8)
+    num_iters_warmup: Length = flag("batches before the measured ones", "N", default=10)
+    num_iters: Count = flag("measured batches", "N", default=30)
 
 
 def throughput(args: argparse.Namespace) -> int:
     """Run many requests without a server."""
+    if args.trace_speed != 1.0:
+        raise ConfigError(f"trace_speed: {args.trace_speed} given; without a server all requests are sent at once")
     with _open_llm(args) as llm:
         samples = DATASETS[args.dataset_name](args, PromptSource(llm.info.vocab_size))
         params = [SamplingParams(max_tokens=sample.output_len, ignore_eos=True) for sample in samples]

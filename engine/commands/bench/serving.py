@@ -37,15 +37,15 @@ SPARE_FILES = 64
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     backend: Literal["openai", "openai-chat"] = flag(
-        "which API to call; openai-chat sends chats made of words (default: openai)", default="openai", opens="server"
+        "which API to call; openai-chat sends chats made of words", default="openai", opens="server"
     )
-    base_url: str = flag("URL of the server (default: %(default)s)", "URL", default="http://127.0.0.1:8000")
+    base_url: str = flag("URL of the server", "URL", default="http://127.0.0.1:8000")
     model: str | None = flag("name of the model (default: the first that the server lists)")
     request_rate: Annotated[float, Meta(gt=0)] = flag(
         "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="requests"
     )
     max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    seed: Seed = flag("seed of prompts, lengths and arrivals (default: 0)", default=0)
+    seed: Seed = flag("seed of prompts, lengths and arrivals", default=0)
     ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
     extra_body: dict[str, Any] | None = flag(
         "further fields of every request, like temperature; they override the others", "JSON"

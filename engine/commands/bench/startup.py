@@ -37,8 +37,8 @@ class StartupError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions:
-    num_iters_warmup: Length = flag("starts before the measured ones (default: 1)", "N", default=1)
-    num_iters_warm: Count = flag("measured starts (default: 3)", "N", default=3)
+    num_iters_warmup: Length = flag("starts before the measured ones", "N", default=1)
+    num_iters_warm: Count = flag("measured starts", "N", default=3)
     command: str | None = flag("the server's command (default: penstock serve --port {port})", "CMD")
     output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
 
@@ -49,6 +49,8 @@ def time_starts(args: argparse.Namespace) -> int:
         command = shlex.split(args.command or "") or [*PENSTOCK, "serve", "--port", "{port}"]
     except ValueError as error:
         raise ConfigError(f"command: {args.command} given; {error}") from None
+    if not any("{port}" in word for word in command):
+        raise ConfigError(f"command: {args.command} given; without {{port}} in it the server's port is not known")
     seconds = []
     for index in range(args.num_iters_warmup + args.num_iters_warm):
         try:

@@ -31,11 +31,14 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print(list_cases())
         return 0
+    has_own = options.worlds or options.faults or options.model or options.serve_options
     if args.self_test:
+        if args.url or has_own or options.json or options.junit or options.badge or options.scripts:
+            raise ProveError("self-test: given; it starts the servers that it proves, and has no report in a file")
         return _run_self_test(options)
     if args.url is None:
         return _run_own(options)
-    if options.worlds or options.faults or options.model or options.serve_options:
+    if has_own:
         raise ProveError(f"url: {args.url} given; --world, --fault, --model and --serve-options start a server here")
     return exit_code(asyncio.run(prove(args.url, args.url, options)))
 

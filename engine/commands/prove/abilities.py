@@ -20,13 +20,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": NUM_TOPS},
     "return_token_ids": {"return_token_ids": True},
     "prompt_logprobs": {"prompt_logprobs": 1},
-    "repetition_penalty": {"repetition_penalty": 2.0},
+    "presence_penalty": {"presence_penalty": 1.0},
     "cache_salt": {"cache_salt": "a"},
     "priority": {"priority": 1},
     "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
     "response_format": {"response_format": FORMATTED, "max_tokens": 40},
     "seed": {"seed": 1, "temperature": 1},
 }
+UNSEEN = ("stop", "cache_salt", "priority", "seed", "presence_penalty")  # without an effect on every answer
 APIS = {"chat": CHAT_PATH, "tools": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
@@ -47,7 +48,6 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     answer = await asker.ask(plain)
     if not answer.is_done:
         raise ProveError(f"url: {PATH} is not answered: {answer.error or 'no end came'}")
-    first_text = answer.choices[0].text
     is_lenient = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
     for name, fields in FIELDS.items():
         answer = await asker.ask({**plain, **fields})
@@ -59,9 +59,8 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
             "prompt_logprobs": choice.num_prompt,
             "structured_outputs": choice.text.isalpha() and choice.text.islower(),
             "response_format": choice.text.lstrip().startswith("{"),
-            "repetition_penalty": not is_lenient or choice.text != first_text,
         }
-        is_seen = seen.get(name, not is_lenient or name in ("stop", "cache_salt", "priority", "seed"))
+        is_seen = seen.get(name, not is_lenient or name in UNSEEN)
         found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
     for name, path in APIS.items():
         body = in_form_of(path, found.chat("Hello", 2))

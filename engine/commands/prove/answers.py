@@ -40,6 +40,7 @@ class TextChoice:
     finish: str | None = None
     num_prompt: int | None = None  # positions of the prompt with log-probabilities
     reasoning: str = ""
+    penalty: float = 0.0  # the presence_penalty of its request
     calls: list[dict[str, str]] = field(default_factory=list)  # name and arguments of each tool call
 
     def add(self, choice: Mapping[str, Any]) -> None:

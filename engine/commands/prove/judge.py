@@ -95,11 +95,15 @@ def _differs(
         at = next((index for index, length in enumerate(lengths) if length > at), len(lengths))
     if at >= len(reference.tops):
         return Verdict("wrong", f"token {at}: {what}")
-    top, chosen = reference.tops[at], reference.values[at]
+    top, chosen, penalty = reference.tops[at], reference.values[at], reference.penalty
     name = choice.tokens[at] if at < len(choice.tokens) else None
-    others = sorted(value for token, value in top.items() if token != reference.tokens[at])
-    other = top.get(name) if name is not None else others[-1] if others else None
-    gap = float("inf") if other is None else abs(chosen - other)
+    others = [value for token, value in top.items() if token != reference.tokens[at] and name in (token, None)]
+    # Servers differ in the tokens that a penalty counts as repeated: either candidate may have been lowered by it, also
+    # one that is not shown.
+    gaps = [abs(chosen - other + shift) for other in others for shift in (0.0, penalty, -penalty)]
+    if penalty and top and name not in top:
+        gaps.append(max(0.0, chosen - penalty - min(top.values())))
+    gap = min(gaps, default=float("inf"))
     if error and gap <= 2 * error:
         return Verdict("tie", f"token {at}: {gap:.2g} nats apart")
     return Verdict("wrong", f"token {at}: {what}, {gap:.2g} nats less likely")

@@ -45,9 +45,14 @@ class ProveOptions:
         for name in ("requests", "concurrency", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ProveError(f"{name}: {getattr(self, name)} given; at least 1 is expected")
-        for name in ("json", "junit", "badge"):
-            if (path := getattr(self, name)) and not os.access(Path(path).parent, os.W_OK):
-                raise ProveError(f"{name}: {path} given; a file in a folder that can be written is expected")
+        for name, kind in (("json", "file"), ("junit", "file"), ("badge", "file"), ("scripts", "folder")):
+            path = Path(getattr(self, name) or "")
+            is_other = path.exists() and path.is_dir() != (kind == "folder")
+            if getattr(self, name) and (is_other or not os.access(f"{path.parent}/", os.W_OK)):
+                raise ProveError(f"{name}: {path} given; a {kind} in a folder that can be written is expected")
+        for option, value in (("case", self.cases), ("scripts", self.scripts)):
+            if value and self.faults:
+                raise ProveError(f"{option}: given; with --fault there are neither cases nor scripts")
         for name in ("rate", "duration", "timeout"):
             value = getattr(self, name)
             if not 0 < value <= MAX_SECONDS:  # a NaN, too

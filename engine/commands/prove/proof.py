@@ -59,7 +59,7 @@ class Proof:
         num = 4 if options.cases else max(8, min(64, options.requests // 4))
         self.questions = questions(self._rng, abilities, num)
         self.references: dict[int, TextChoice] = {}
-        self.num_compared = 0  # complete answers that were compared with a reference
+        self.num_compared = 0  # complete answers under load that were compared with a reference
         self.counts: Counter[tuple[str, str, str]] = Counter()  # ("how" or "what", name, outcome) → answers
         self.findings: list[Finding] = []
         self.reached: dict[str, float] = {}  # events during the load, from the metrics
@@ -78,6 +78,7 @@ class Proof:
             choice = await self._ask_fresh(index, "alone")
             if choice is not None:
                 self.references[index] = choice
+                choice.penalty = self.questions[index].body.get("presence_penalty", 0.0)
 
     async def measure_error(self) -> None:
         """Ask some questions beside each other, still without reuse, to measure the numerical error."""
@@ -217,7 +218,7 @@ class Proof:
         outcome = "ended" if self.expects_errors and verdict.outcome in ("error", "no end") else verdict.outcome
         self.counts["how", ask.manner, outcome] += 1
         self.counts["what", kind, outcome] += 1
-        self.num_compared += answer.is_done and not is_fresh and ask.question in self.references
+        self.num_compared += bool(answer.is_done and beside and ask.question in self.references)
         if outcome not in FINE:
             self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.what}", ask, [*beside]))
 

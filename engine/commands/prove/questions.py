@@ -86,7 +86,8 @@ KINDS: dict[str, Manner] = {
     "choice": Manner(1, "structured_outputs", {"structured_outputs": [{"choice": ["yes", "no", "maybe so"]}]}),
     "regex": Manner(1, "structured_outputs", {"structured_outputs": [{"regex": "[a-z]{3,9}( [a-z]{2,7}){3}"}]}),
     "schema": Manner(1, "response_format", {"response_format": [FORMATTED]}),
-    "penalty": Manner(1, "repetition_penalty", {"repetition_penalty": [1.1, 1.3]}),
+    # A repetition_penalty scales logits, which are not shown, so its ties could not be told.
+    "penalty": Manner(1, "presence_penalty", {"presence_penalty": [0.5, 1.0]}),
     "prompt_logprobs": Manner(1, "prompt_logprobs", {"prompt_logprobs": [1]}),
     "adapter": Manner(2, "adapter"),
 }

@@ -40,7 +40,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
             continue
         asks, note = await _fewest(proof, finding)
         path = folder / f"{len(written) + 1}-{finding.kind.replace(' ', '-')}.sh"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url)
         path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
         path.with_suffix(".md").write_text(bug_report(proof, finding, path.name))

@@ -68,8 +68,8 @@ def table(proof: Proof, result: dict[str, Any]) -> str:
     if exit_code(result) == NOT_ENOUGH:
         lines.append(
             f"not enough answers: in {proof.options.duration:g} s {len(proof.references)} of {len(proof.questions)} "
-            "questions were answered alone, and no answer could be compared with one of those; raise --duration or "
-            "--max-bytes, or use a less busy machine"
+            "questions were answered alone, and no answer under load could be compared with one of those; raise --duration "
+            "or --max-bytes, or use a less busy machine"
         )
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)

@@ -75,6 +75,8 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
     assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
     with pytest.raises(ConfigError, match=f"num_prompts: 2 given; {path} has 1 to use"):
         samples(*options, count=2)
+    with pytest.raises(ConfigError, match="random_input_len: 5 given; it requires dataset_name random"):
+        samples(*options, "--input-len", "5")
 
 
 def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:

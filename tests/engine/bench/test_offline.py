@@ -79,6 +79,8 @@ def test_throughput_runs_every_request_to_its_full_length(counting: type[Countin
     assert all(each.ignore_eos for each in params)
     assert len({len(prompt) for prompt in prompts}) > 3 and len({each.max_tokens for each in params}) > 3
     assert max(max(prompt) for prompt in prompts) < 300
+    with pytest.raises(ConfigError, match="trace_speed: 2.0 given; without a server all requests are sent at once"):
+        run("throughput", "--dataset-name", "timed_trace", "--trace-speed", "2")
 
 
 def test_latency_reports_the_measured_iterations_only(

@@ -98,5 +98,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
 def test_a_command_that_cannot_be_started_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="command: a 'b given; No closing quotation"):
         run("--command", "a 'b")
+    with pytest.raises(ConfigError, match="command: penstock serve given; without {port} in it"):
+        run("--command", "penstock serve")
     assert run("--command", "nosuchprogram {port}") == 1
     assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"

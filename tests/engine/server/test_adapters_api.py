@@ -83,7 +83,7 @@ def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> N
 def test_modules_on_the_command_line() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    given = ["--enable-lora", "--lora-modules", "sql=/a", '{"name": "law", "path": "/b=c"}']
+    given = ["--enable-lora", "--lora-modules", "sql=/a", "--lora-modules", '{"name": "law", "path": "/b=c"}']
     args = parser.parse_args(["model", *given])
     assert serve.server_config(args, "model", {}).lora_modules == (LoraModule("sql", "/a"), LoraModule("law", "/b=c"))
     check_serve(args)

@@ -22,8 +22,8 @@ from .server import END_SIGNALS, WORLDS, OwnServer
 def run_own(options: ProveOptions) -> int:
     """Prove all worlds and faults in turn; return 1 if any has findings, else 3 if any has too few answers."""
     names = chosen("world", options.worlds, WORLDS) + chosen("fault", options.faults, FAULTS)
-    if len(names) > 1 and (options.json or options.junit or options.badge):
-        raise ProveError("json, junit, badge: a file has the result of one run; give one --world or --fault")
+    if len(names) > 1 and (options.json or options.junit or options.badge or options.scripts):
+        raise ProveError("json, junit, badge, scripts: each has the result of one run; give one --world or --fault")
     try:
         codes = {exit_code(asyncio.run(prove_own(name, options))) for name in names or ["uniproc"]}
     except asyncio.CancelledError:

@@ -75,14 +75,16 @@ class OwnServer:
     async def start(self, headers: Mapping[str, str]) -> None:
         """Start the processes and wait until they are ready.
 
-        `headers` are sent with the checks: a server that inherits PENSTOCK_API_KEY requires it for /ready too. Raises
+        `headers` are sent with the checks, because a server that inherits PENSTOCK_API_KEY requires it. Raises
         ProveError with the server's last log line if it ends early, or if it refuses the key.
         """
         self.servers = []
+        # A router gets the key that its replicas inherit.
+        key, null = os.environ.get("PENSTOCK_API_KEY"), subprocess.DEVNULL
+        own = {**os.environ, **({"PENSTOCK_BACKEND_API_KEY": key} if key else {})}
         for command in self._commands:
             with self._log.open("ab") as log:
                 command = [*DIE_WITH, str(os.getpid()), *command]
-                null, own = subprocess.DEVNULL, _environment()
                 server = subprocess.Popen(command, stdin=null, stdout=log, stderr=log, start_new_session=True, env=own)
                 self.servers.append(server)
         client = Client(Target.of(self.url))
@@ -92,8 +94,9 @@ class OwnServer:
                     if any(server.poll() is not None for server in self.servers):
                         raise ProveError(f"world: the server ended; {_last_line(self._log)}")
                     try:
-                        status, _ = await client.fetch("GET", "/ready", headers=headers)
-                        if status == 200:
+                        ready, _ = await client.fetch("GET", "/ready", headers=headers)
+                        status, _ = await client.fetch("GET", "/v1/models", headers=headers)  # requires the key
+                        if ready == status == 200:
                             return
                         if status == 401:
                             raise ProveError("header: the server requires another API key than the one sent")
@@ -164,12 +167,6 @@ def group_of(leader: int) -> list[int]:
             if int(group) == leader and state != "Z":
                 found.append(int(entry))
     return found
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of the processes; if the replicas inherit a key, the router gets it for its backends."""
-    key = os.environ.get("PENSTOCK_API_KEY")
-    return {**os.environ, **({"PENSTOCK_BACKEND_API_KEY": key} if key else {})}
 
 
 def _filled(options: str, values: Mapping[str, str]) -> list[str]:
