@@ -11,7 +11,6 @@ import torch
 from benchmarks.pairs import MARK
 
 WARM_S = 0.1  # after a large cache was filled, the first 50 ms of calls are up to 15 % slower on an H100
-FIRST_S = 1.0  # before the first call: the clock of an idle H100 is a sixth of its highest
 FLUSH_BYTES = 256 << 20  # written between two calls, so that no call finds its input in the cache
 
 
@@ -42,15 +41,11 @@ class Timer:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self._device, self._repeats = device, repeats
         self._flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-        ready_s = time.perf_counter() + (FIRST_S if device.type == "cuda" else 0)
-        while time.perf_counter() < ready_s:
-            self._flush.zero_()
-            torch.cuda.synchronize()
+        self._warm_s = 1.0  # before the first call: the clock of an idle H100 is a sixth of its highest
 
     def seconds(self, call: Callable[[], object]) -> float:
-        return self._on_gpu(call) if self._device.type == "cuda" else self._on_cpu(call)
-
-    def _on_cpu(self, call: Callable[[], object]) -> float:
+        if self._device.type == "cuda":
+            return self._on_gpu(call)
         call()
         return statistics.median(timeit.repeat(call, number=1, repeat=self._repeats))
 
@@ -61,7 +56,8 @@ class Timer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        warm_until_s = time.perf_counter() + WARM_S
+        warm_until_s = time.perf_counter() + self._warm_s
+        self._warm_s = WARM_S
         while time.perf_counter() < warm_until_s:
             graph.replay()
             torch.cuda.synchronize()
