@@ -83,16 +83,7 @@ SPACE = "\u2581"  # SentencePiece's character for a space
 # Control tokens that end a turn or a text in every vocabulary that has them. GGUF files name one or two of them (eos,
 # eot); the generation_config.json of the same models lists the others.
 END_TOKENS = frozenset(
-    [
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-    ]
+    ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>"]
 )
 NAMED = {
     "bos_token": "bos",
@@ -166,7 +157,10 @@ class _Vocabulary:
 
     def eos_ids(self) -> frozenset[int]:
         named = {token_id for key in ("eos", "eot", "eom") if (token_id := self.token_id(key)) is not None}
-        return frozenset(named | {token_id for token_id in self.ids_of(CONTROL) if self.tokens[token_id] in END_TOKENS})
+        control = {self.tokens[token_id]: token_id for token_id in self.ids_of(CONTROL)}
+        harmony = {"<|return|>", "<|call|>"}  # of gpt-oss, where <|end|> only ends a message within an answer
+        texts = END_TOKENS | (harmony if harmony <= control.keys() else {"<|end|>"})
+        return frozenset(named - {control.get("<|end|>")} | {control[text] for text in texts & control.keys()})
 
     def backend(self) -> Backend:
         kind = self.get("model")
