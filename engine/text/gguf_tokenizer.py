@@ -47,9 +47,6 @@ class Split(msgspec.Struct, frozen=True):
     whole_words: bool = False  # a word that is a token is used without applying merges
     add_bos: bool = False  # default if the file does not specify it
 
-    def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
-
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in self.expressions]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -68,7 +65,8 @@ SPLITS: dict[str, Split] = {
     "qwen35": Split((QWEN35,), nfc=True),
     "tekken": Split((TEKKEN,), whole_words=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
-    "deepseek-v3": Split(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(DEEPSEEK3)),
+    "seed-coder": Split((QWEN2.replace(r"+[\r\n]*|", "+|"),)),  # as Qwen2, but line ends are separate words
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _DIGITS),
     "command-r": Split((r"\p{N}", GPT2), nfc=True),
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
@@ -192,8 +190,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     }
     merges = _merges(vocabulary)
     backend = Backend(_bpe(vocab, merges, ignore_merges=split.whole_words))
-    if (normalizer := split.normalizer()) is not None:
-        backend.normalizer = normalizer
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos
