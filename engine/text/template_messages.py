@@ -122,11 +122,6 @@ def _check_unicode(text: str, field: str) -> str:
     return text
 
 
-def developer_as_system(chat: list[Message]) -> list[Message]:
-    """Replace the role `developer` with `system`, because most templates print nothing for an unknown role."""
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
-
-
 def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message]:
     """Merge system and developer messages into one at the beginning. With `takes_later`, the template supports later
     system messages, so only leading ones are merged."""
@@ -164,6 +159,15 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
     for message in plain:
         message.pop("is_result", None)
     return _introduced(plain, tools) if tools else plain
+
+
+def with_text_as_reasoning(chat: list[Message]) -> list[Message]:
+    """Move the text of messages with calls and reasoning to the end of the reasoning, for templates that refuse both."""
+    for message in chat:
+        if message.get("tool_calls") and message["content"] and message.get("thinking"):
+            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"
+            message["content"] = ""
+    return chat
 
 
 def with_arguments_as_text(chat: list[Message]) -> list[Message]:
