@@ -144,20 +144,18 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
     """Return the conversation for a template without tool support: functions, calls and results become text in the
     Hermes format, which most models have seen."""
     plain: list[Message] = []
+    has_results = False  # the last message begins with a result
     for message in chat:
-        text = message["content"]
-        if message["role"] == "tool":
+        role, text = message["role"], message["content"]
+        if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if plain and plain[-1].get("is_result"):
-                plain[-1]["content"] += f"\n{text}"
-                continue
-            plain.append({"role": "user", "content": text, "is_result": True})
+        if has_results and role in ("tool", "user"):  # many templates refuse two messages of the user in a row
+            plain[-1]["content"] += f"\n{text}"
             continue
+        has_results = role == "tool"
         calls = "\n".join(map(_call_text, message.get("tool_calls") or []))
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        rest = {"role": "user"} if has_results else {key: message[key] for key in message if key != "tool_calls"}
         plain.append({**rest, "content": "\n".join(part for part in (text, calls) if part)})
-    for message in plain:
-        message.pop("is_result", None)
     return _introduced(plain, tools) if tools else plain
 
 

@@ -237,6 +237,7 @@ def test_a_template_that_takes_no_system_message_gets_none() -> None:
 
 
 def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> None:
+    assert "</tool_response>\n Hello" in rendered([USER, CALL, RESULT, USER], GEMMA), "with what the user adds to them"
     text = rendered([USER, CALL, RESULT, RESULT])
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
     assert text.count("user: ") == 2 and text.count('<tool_response>\n{"°C": 7}\n</tool_response>') == 2
