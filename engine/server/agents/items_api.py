@@ -109,7 +109,7 @@ def _fields(request: ResponsesRequest, tools: dict[int, AnyTool], call: Call) ->
     fields["tools"] = chat_tools({place: as_function(tool) for place, tool in tools.items()}, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
-        of_json = schema.JsonSchema(form.schema) if form.type == "json_schema" else None
+        of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)
         fields["response_format"] = schema.ResponseFormat(form.type, of_json)
     if request.reasoning is not None and (effort := request.reasoning.effort) is not None:
         fields["reasoning_effort"] = effort if effort != "none" else None
