@@ -8,7 +8,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
-from penstock.engine.server.agents.events import respond, thinking_switch
+from penstock.engine.server.agents.events import respond
 from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
@@ -27,7 +27,7 @@ from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, thinking_switch
 
 PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
