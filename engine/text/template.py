@@ -82,6 +82,8 @@ class ChatTemplate:
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
         chat, tools = self._with_system(check_messages(messages)), objects(tools, "tools")
+        if continue_final_message and chat[-1].get("tool_calls"):
+            raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
         if tools_as_text:
             chat, tools = without_tools(chat, tools), None
         elif self._prints_arguments:

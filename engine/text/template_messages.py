@@ -44,11 +44,8 @@ def _message(message: Message, field: str) -> Message:
     content = _text(message.get("content"), f"{field}.content")
     rest = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     checked: Message = {"role": role, "content": content, **plain(rest, field)}
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{place}]")
-            for place, call in enumerate(objects(message["tool_calls"], f"{field}.tool_calls") or [])
-        ]
+    if calls := objects(message.get("tool_calls"), f"{field}.tool_calls"):
+        checked["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{place}]") for place, call in enumerate(calls)]
     reasoning = next((checked[name] for name in REASONING if checked.get(name) is not None), None)
     return checked if reasoning is None else {"thinking": reasoning, **checked, "reasoning_content": reasoning}
 
