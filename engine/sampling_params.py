@@ -255,7 +255,10 @@ def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "an integer of more than 4300 digits"
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
