@@ -4,7 +4,6 @@ The limits are annotations of the fields, so the server and the offline API beha
 `InvalidRequest`, which names the field, the value and the limit. The engine core does not check again.
 """
 
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
@@ -102,7 +101,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Limit(0.0, 1.0, is_open=True)] = 1.0
     top_k: Annotated[int, Limit(-1, MAX_COUNT)] = 0  # 0 or -1: off
     min_p: Annotated[float, Limit(0.0, 1.0)] = 0.0
-    repetition_penalty: Annotated[float, Limit(0.0, 100.0, is_open=True)] = 1.0
+    repetition_penalty: Annotated[float, Limit(0.01, 100.0)] = 1.0  # logits divided by less could overflow
     presence_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
     seed: Annotated[int, Limit(-(2**63), 2**64 - 1)] | None = None
@@ -214,7 +213,7 @@ def _number(field: str, value: float, limit: Limit) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InvalidRequest(field, f"{type(value).__name__} given; a number is expected")
     low, high, is_open = limit
-    if not math.isfinite(value) or value > high or value < low or (is_open and value == low):
+    if not low <= value <= high or (is_open and value == low):  # also refuses NaN, which fits no range
         span = f"above {low:g} and at most {high:g}" if is_open else f"from {low:g} to {high:g}"
         raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {span}")
 
@@ -256,7 +255,10 @@ def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "an integer of more than 4300 digits"
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 

@@ -60,7 +60,7 @@ def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) ->
     wanted = request.structured_outputs
     form = request.response_format
     if form is not None and form.json_schema is not None and form.type != "json_schema":  # it would have no effect
-        raise InvalidRequest("response_format.json_schema", f"the type is {form.type!r}; only 'json_schema' has it")
+        raise InvalidRequest("response_format.json_schema", f"the type {form.type!r} has no schema")
     if form is not None and form.type != "text":
         if wanted is not None:
             raise InvalidRequest("structured_outputs", "give only one of it and response_format")

@@ -38,7 +38,7 @@ class Conversation:
 
     def say(self, place: str, role: str, content: str | list[dict[str, str]], field: str = ".content") -> None:
         """Add the text of a message. `field`: its path relative to `place`."""
-        at = self._assistants(place, "content", "tool_calls") if role == "assistant" else self._add(place, role)
+        at = self._assistants(place, "content") if role == "assistant" else self._add(place, role)
         self.messages[-1]["content"] = content
         self.paths[f"{at}.content"] = place + field
 

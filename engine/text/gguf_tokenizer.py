@@ -47,9 +47,6 @@ class Split(msgspec.Struct, frozen=True):
     whole_words: bool = False  # a word that is a token is used without applying merges
     add_bos: bool = False  # default if the file does not specify it
 
-    def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
-
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in self.expressions]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -68,7 +65,8 @@ SPLITS: dict[str, Split] = {
     "qwen35": Split((QWEN35,), nfc=True),
     "tekken": Split((TEKKEN,), whole_words=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
-    "deepseek-v3": Split(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(DEEPSEEK3)),
+    "seed-coder": Split((QWEN2.replace(r"+[\r\n]*|", "+|"),)),  # as Qwen2, but line ends are separate words
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _DIGITS),
     "command-r": Split((r"\p{N}", GPT2), nfc=True),
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
@@ -83,16 +81,7 @@ SPACE = "\u2581"  # SentencePiece's character for a space
 # Control tokens that end a turn or a text in every vocabulary that has them. GGUF files name one or two of them (eos,
 # eot); the generation_config.json of the same models lists the others.
 END_TOKENS = frozenset(
-    [
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-    ]
+    ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>"]
 )
 NAMED = {
     "bos_token": "bos",
@@ -166,7 +155,10 @@ class _Vocabulary:
 
     def eos_ids(self) -> frozenset[int]:
         named = {token_id for key in ("eos", "eot", "eom") if (token_id := self.token_id(key)) is not None}
-        return frozenset(named | {token_id for token_id in self.ids_of(CONTROL) if self.tokens[token_id] in END_TOKENS})
+        control = {self.tokens[token_id]: token_id for token_id in self.ids_of(CONTROL)}
+        harmony = {"<|return|>", "<|call|>"}  # of gpt-oss, where <|end|> only ends a message within an answer
+        texts = END_TOKENS | (harmony if harmony <= control.keys() else {"<|end|>"})
+        return frozenset(named - {control.get("<|end|>")} | {control[text] for text in texts & control.keys()})
 
     def backend(self) -> Backend:
         kind = self.get("model")
@@ -198,8 +190,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     }
     merges = _merges(vocabulary)
     backend = Backend(_bpe(vocab, merges, ignore_merges=split.whole_words))
-    if (normalizer := split.normalizer()) is not None:
-        backend.normalizer = normalizer
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos

@@ -26,10 +26,11 @@ def chat_prompt(
 ) -> str:
     """Render the messages; `given` is passed on to `template.render`. For a template without tool support, tools and
     their calls are rendered as text, since it would drop them. Raise InvalidRequest for invalid messages or options."""
-    variables = {"documents": documents, **(chat_template_kwargs or {})}
+    switch = {} if reasoning_effort is None else thinking_switch(reasoning_effort != "none")
+    variables = {"documents": documents, **switch, **(chat_template_kwargs or {})}
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
-    if reasoning_effort is not None:
+    if reasoning_effort not in (None, "none"):
         variables["reasoning_effort"] = reasoning_effort
     continues = bool(continue_final_message)
     opens = not continues if add_generation_prompt is None else add_generation_prompt
@@ -41,6 +42,11 @@ def chat_prompt(
         **given,
         **variables,
     )
+
+
+def thinking_switch(is_on: bool) -> dict[str, bool]:
+    """Return the template variables that turn thinking on or off."""
+    return {"enable_thinking": is_on, "thinking": is_on}
 
 
 def pair_prompts(

@@ -19,11 +19,11 @@ from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     Message,
     check_messages,
-    developer_as_system,
     objects,
     plain,
     with_arguments_as_text,
     with_system_first,
+    with_text_as_reasoning,
     without_tools,
 )
 from penstock.engine.text.tokenizer import Tokenizer
@@ -57,6 +57,7 @@ class ChatTemplate:
         self.source = "\n".join(named.values())  # searched for the model's tool call and reasoning marks
         self.has_tools = re.search(r"\btools\b", self.source) is not None
         self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
+        self._refuses_both = "Cannot pass both content and thinking" in self.source  # gpt-oss, in messages with calls
         self._has_developer = re.search(r"\bdeveloper\b", self.source) is not None
 
     def render(
@@ -81,10 +82,14 @@ class ChatTemplate:
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
         chat, tools = self._with_system(check_messages(messages)), objects(tools, "tools")
+        if continue_final_message and chat[-1].get("tool_calls"):
+            raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
         if tools_as_text:
             chat, tools = without_tools(chat, tools), None
         elif self._prints_arguments:
             chat = with_arguments_as_text(chat)
+        if self._refuses_both:
+            chat = with_text_as_reasoning(chat)
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._special_tokens,
@@ -102,7 +107,8 @@ class ChatTemplate:
         roles = [message["role"] for message in chat]
         is_mapped = "developer" in roles and not self._has_developer
         if is_mapped:
-            chat = developer_as_system(chat)
+            # Most templates print nothing for an unknown role.
+            chat = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
         num_system = sum(message["role"] in SYSTEM_ROLES for message in chat)
         if num_system < 2 and not is_mapped:
             return chat

@@ -44,11 +44,8 @@ def _message(message: Message, field: str) -> Message:
     content = _text(message.get("content"), f"{field}.content")
     rest = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     checked: Message = {"role": role, "content": content, **plain(rest, field)}
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{place}]")
-            for place, call in enumerate(objects(message["tool_calls"], f"{field}.tool_calls") or [])
-        ]
+    if calls := objects(message.get("tool_calls"), f"{field}.tool_calls"):
+        checked["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{place}]") for place, call in enumerate(calls)]
     reasoning = next((checked[name] for name in REASONING if checked.get(name) is not None), None)
     return checked if reasoning is None else {"thinking": reasoning, **checked, "reasoning_content": reasoning}
 
@@ -122,11 +119,6 @@ def _check_unicode(text: str, field: str) -> str:
     return text
 
 
-def developer_as_system(chat: list[Message]) -> list[Message]:
-    """Replace the role `developer` with `system`, because most templates print nothing for an unknown role."""
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
-
-
 def with_system_first(chat: list[Message], *, takes_later: bool) -> list[Message]:
     """Merge system and developer messages into one at the beginning. With `takes_later`, the template supports later
     system messages, so only leading ones are merged."""
@@ -149,21 +141,28 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
     """Return the conversation for a template without tool support: functions, calls and results become text in the
     Hermes format, which most models have seen."""
     plain: list[Message] = []
+    has_results = False  # the last message begins with a result
     for message in chat:
-        text = message["content"]
-        if message["role"] == "tool":
+        role, text = message["role"], message["content"]
+        if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if plain and plain[-1].get("is_result"):
-                plain[-1]["content"] += f"\n{text}"
-                continue
-            plain.append({"role": "user", "content": text, "is_result": True})
+        if has_results and role in ("tool", "user"):  # many templates refuse two messages of the user in a row
+            plain[-1]["content"] += f"\n{text}"
             continue
+        has_results = role == "tool"
         calls = "\n".join(map(_call_text, message.get("tool_calls") or []))
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        rest = {"role": "user"} if has_results else {key: message[key] for key in message if key != "tool_calls"}
         plain.append({**rest, "content": "\n".join(part for part in (text, calls) if part)})
-    for message in plain:
-        message.pop("is_result", None)
     return _introduced(plain, tools) if tools else plain
+
+
+def with_text_as_reasoning(chat: list[Message]) -> list[Message]:
+    """Move the text of messages with calls and reasoning to the end of the reasoning, for templates that refuse both."""
+    for message in chat:
+        if message.get("tool_calls") and message["content"] and message.get("thinking"):
+            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"
+            message["content"] = ""
+    return chat
 
 
 def with_arguments_as_text(chat: list[Message]) -> list[Message]:

@@ -118,8 +118,3 @@ async def write(service: Service, call: Call, plan: ReadingPlan, writer: Writer)
             raise
         await writer.fail(as_http_error(error, call))
         yield writer.taken()
-
-
-def thinking_switch(is_on: bool) -> dict[str, bool]:
-    """Return the template variables that turn thinking on or off."""
-    return {"enable_thinking": is_on, "thinking": is_on}

@@ -13,7 +13,7 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.custom_tools import as_function, check_regexes
-from penstock.engine.server.agents.events import respond, thinking_switch
+from penstock.engine.server.agents.events import respond
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
@@ -109,11 +109,10 @@ def _fields(request: ResponsesRequest, tools: dict[int, AnyTool], call: Call) ->
     fields["tools"] = chat_tools({place: as_function(tool) for place, tool in tools.items()}, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
-        of_json = schema.JsonSchema(form.schema) if form.type == "json_schema" else None
+        of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)
         fields["response_format"] = schema.ResponseFormat(form.type, of_json)
-    if request.reasoning is not None and (effort := request.reasoning.effort) is not None:
-        fields["reasoning_effort"] = effort if effort != "none" else None
-        fields["chat_template_kwargs"] = thinking_switch(effort != "none") | (request.chat_template_kwargs or {})
+    if request.reasoning is not None:
+        fields["reasoning_effort"] = request.reasoning.effort
     return fields
 
 

@@ -8,7 +8,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
-from penstock.engine.server.agents.events import respond, thinking_switch
+from penstock.engine.server.agents.events import respond
 from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
@@ -19,6 +19,7 @@ from penstock.engine.server.agents.messages_schema import (
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
+    ToolResultBlock,
     ToolUseBlock,
 )
 from penstock.engine.server.call import Call
@@ -27,7 +28,7 @@ from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, thinking_switch
 
 PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
@@ -69,18 +70,14 @@ def _chat(
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # an empty assistant message begins no answer
-    # A last message of the assistant is the beginning of the answer, which the model continues.
-    begun = given[-1].content if given[-1].role == "assistant" else ""
-    if not isinstance(begun, str) and not (begun and isinstance(begun[-1], TextBlock)):
-        what = "a turn of the assistant that ends the messages is gone on with, so its last block has to be a text"
-        raise InvalidRequest(f"messages[{len(given) - 1}].content", what)
-    call.paths |= PATHS
-    conversation = Conversation(size_bytes, call.paths)
+    conversation = Conversation(size_bytes, {})
     if request.system:
         conversation.say("system", "system", _text(request.system), "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
+    call.paths |= PATHS | conversation.paths | {"continue_final_message": f"messages[{len(given) - 1}].content"}
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
+    # A last message of the assistant is the beginning of the answer, which the model continues.
     fields["continue_final_message"] = True if given[-1].role == "assistant" else None
     tools = own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored)
     fields |= _options(request) | {"tools": chat_tools(tools, call.paths, "input_schema")}
@@ -90,9 +87,14 @@ def _chat(
 def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
     """Add an assistant's blocks as one message, and each tool result as a separate message between the texts."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    if not blocks:
+        raise InvalidRequest(f"{place}.content", "at least one block is needed")
     texts: list[dict[str, str]] | None = None
     for index, block in enumerate(blocks):
         at = f"{place}.content[{index}]"
+        owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
+        if message.role != owner and not isinstance(block, TextBlock):
+            raise InvalidRequest(f"{at}.type", f"only messages of the {owner} have it; the role is {message.role!r}")
         if isinstance(block, TextBlock):
             if texts is None:
                 texts = []

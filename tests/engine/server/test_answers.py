@@ -275,7 +275,7 @@ def test_template_variables_reach_the_template(server: Running) -> None:
         return server.prompt
 
     assert prompt(chat_template_kwargs={"enable_thinking": False}) == "user: hello\n[thinking False]>"
-    assert prompt(reasoning_effort="low") == "user: hello\n[effort low]>"
+    assert prompt(reasoning_effort="low") == "user: hello\n[thinking True][effort low]>"
     assert prompt(add_generation_prompt=False) == "user: hello\n"
     assert prompt(continue_final_message=True) == "user: hello"
 

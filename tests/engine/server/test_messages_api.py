@@ -146,21 +146,6 @@ def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(qwen: Running) -> 
     assert starts == stops == [*range(len(starts))]
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        {"type": "tool_use", "id": "t", "name": "weather", "input": {}},
-        {"type": "thinking", "thinking": "Hm.", "signature": "unsigned"},
-    ],
-)
-@pytest.mark.parametrize("before", [[], [{"type": "text", "text": "a"}]])
-def test_a_turn_that_goes_on_ends_with_a_text(
-    qwen: Running, last: dict[str, Any], before: list[dict[str, Any]]
-) -> None:
-    answer = post(qwen, tools=[TOOL], messages=[*HI, {"role": "assistant", "content": [*before, last]}])
-    assert answer.status_code == 400 and "messages[1].content: " in answer.json()["error"]["message"]
-
-
 def test_tools_that_run_at_anthropic_and_unknown_fields_are_left_out_and_named(qwen: Running) -> None:
     qwen.engine.reply = "Hello."
     tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL, {"type": "web_fetch_20260318", "name": "f"}]

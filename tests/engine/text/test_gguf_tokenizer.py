@@ -129,6 +129,10 @@ def test_kinds_of_tokens_ends_of_turns_and_templates_are_those_of_the_file(tmp_p
     assert tokenizer.decode([tokens.index("[PAD0]")]) == ""
     assert tokenizer.eos_ids == {0, 1, 2}, "<|endoftext|> and <|im_end|> end by name, a second id by its key"
     assert tokenizer.chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+    types = [CONTROL] * 3 + [NORMAL] * (len(tokens) - 3) + [CONTROL] * 3
+    changes = {"tokens": [*tokens, "<|return|>", "<|call|>", "<|end|>"], "token_type": types}
+    path, _, _ = byte_level_file(tmp_path / "o.gguf", "gpt-4o", eot_token_id=len(tokens) + 2, **changes)
+    assert load(path).eos_ids == {0, 2, len(tokens), len(tokens) + 1}, "gpt-oss: <|end|> only ends a message"
     assert load(sentencepiece_file(tmp_path / "s.gguf")).encode("hello")[0] == 1, "where the file says nothing of it"
 
 

@@ -97,7 +97,8 @@ def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
 def test_the_caller_s_messages_are_not_changed() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]},
+        {"role": "assistant", "content": "b"},
     ]
     before = json.dumps(messages)
     ChatTemplate(ECHO).render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -127,12 +128,9 @@ def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: 
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "words", "sentence"),
-    [(ECHO, "", "the last message has no text"), ("nothing", "I", "does not print the last message")],
-)
-def test_what_cannot_be_continued_is_refused(source: str, words: str, sentence: str) -> None:
-    messages = [chat_samples.USER, {"role": "assistant", "content": words}]
+@pytest.mark.parametrize(("source", "last", "sentence"), table(__file__, "not continued", ECHO=ECHO))
+def test_what_cannot_be_continued_is_refused(source: str, last: dict[str, Any], sentence: str) -> None:
+    messages = [chat_samples.USER, {"role": "assistant", **last}]
     with pytest.raises(InvalidRequest, match=sentence):
         ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
 
@@ -237,6 +235,7 @@ def test_a_template_that_takes_no_system_message_gets_none() -> None:
 
 
 def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> None:
+    assert "</tool_response>\n Hello" in rendered([USER, CALL, RESULT, USER], GEMMA), "with what the user adds to them"
     text = rendered([USER, CALL, RESULT, RESULT])
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
     assert text.count("user: ") == 2 and text.count('<tool_response>\n{"°C": 7}\n</tool_response>') == 2
