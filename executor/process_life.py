@@ -121,7 +121,9 @@ class ChildProcess:
 
 
 def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> ChildProcess:
-    """Run `python -m MODULE` and send it `start`. If the child dies before it reads `start`, its channel closes."""
+    """Run `python -m MODULE` and send it `start`. If the child dies before it reads `start`, its channel closes.
+
+    `-P`: modules are not searched in the current directory, which may be that of a downloaded model."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not block forever
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -130,7 +132,7 @@ def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequenc
         # The kernel ties a child to the thread that started it; only the main thread lives as long as the process.
         is_tied = threading.current_thread() is threading.main_thread()
         popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
         )

@@ -44,7 +44,7 @@ def reported(request: pytest.FixtureRequest) -> Found:
 
 def run(cache: str, job: list[str]) -> Found:
     root = HERE.parents[2]
-    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}", "TRITON_CACHE_DIR": cache}
+    environment = os.environ | {"TRITON_CACHE_DIR": cache}
     command = [sys.executable, str(root / "tests/support/aot.py"), *job]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3500)
     assert done.returncode == 0, done.stderr
