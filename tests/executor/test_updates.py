@@ -284,11 +284,9 @@ def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize(
-    "tiers", [pytest.param({}, marks=pytest.mark.slow), {"kv_host_bytes": 2**20}], ids=["device", "with a tier"]
-)
+@pytest.mark.parametrize(("case", "host"), [pytest.param("llama", 0, marks=pytest.mark.slow), ("qwen3.5", 2**20)])
 def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
-    tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: str, host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -302,7 +300,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
         return sum(len(each) for each in maps if not each.closed)
 
     monkeypatch.setattr(mmap, "mmap", Noted)
-    executor = executor_of(folder("llama"), **tiers)
+    executor = executor_of(folder(case), kv_host_bytes=host)
     first, info, awake = said(executor), executor.info, mapped()
     assert awake > 2**21
     for level in (1, 2):
@@ -313,7 +311,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
             with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
                 executor.wake(["weights", "kv_cache"])
             executor.wake(["weights"])
-            executor.update_weights(str(folder("llama")))
+            executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
         assert executor.info == info and said(executor) == first and mapped() == awake
 
