@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -144,15 +145,16 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
     whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-1])
-    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.write(loose, whole.read_bytes())
+    unsealed = [os.memfd_create("unsealed", flags) for flags in (os.MFD_ALLOW_SEALING, 0)]
+    for fd in unsealed:
+        os.write(fd, whole.read_bytes())
     with SharedTensors(named("llama")) as shared:
         gone = shared.path
     for source, message in (
         (str(folder("qwen3")), "another model: its architecture is Qwen3ForCausalLM"),
         (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
         (str(cut), "cut.safetensors: not a whole safetensors file"),
-        (f"/proc/self/fd/{loose}", "shared memory that is not sealed"),
+        *((f"/proc/self/fd/{fd}", "shared memory that is not sealed") for fd in unsealed),
         (gone, "neither a folder with weights nor a file"),
         (str(tmp_path / "nowhere"), "neither a folder with weights nor a file"),
         (str(tmp_path), "config.json: No such file"),
@@ -160,8 +162,11 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
         with pytest.raises(WeightsError, match=message):
             executor.update_weights(source)
         assert said(executor) == expected
-    os.close(loose)
-    executor.update_weights(str(whole))  # a file of tensors on a disk will do
+    for fd in unsealed:
+        os.close(fd)
+    executor.update_weights(str(whole))  # a file of tensors on a disk will do, and one on a tmpfs
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
+        executor.update_weights(str(shutil.copy(whole, file.name)))
 
 
 Bits = list[tuple[tuple[int, ...], tuple[float, ...]]]
