@@ -76,11 +76,10 @@ def _write(tensors: dict[str, Any], fd: int) -> None:
 
 
 def check_sealed(path: Path) -> None:
-    """Raise ExecutorError for shared memory that its owner may still change. Files on disk have no seals and pass, and so
-    do those of a tmpfs, which have seals like shared memory, but a name."""
+    """Raise ExecutorError for shared memory that its owner may still change; files on disk have no seals and pass."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if os.fstat(fd).st_nlink:
+        if os.fstat(fd).st_nlink:  # a file of a tmpfs has the seals of such memory, but a name
             return
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
