@@ -4,6 +4,7 @@ import contextlib
 import gc
 import mmap
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -364,6 +365,26 @@ def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) ->
         executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
         assert said(executor) == first and bits(executor, keys) == adapted
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_no_rank_wakes_up_if_one_has_no_memory_and_all_do_when_it_has() -> None:
+    with running(config_of("llama", 2, kv_cache_bytes=2**30)) as executor:
+        first, pids = said(executor), [worker.pid for worker in executor.worker_watch.workers]
+        executor.sleep(1)
+        asleep = [mapped_by(pid) for pid in pids]
+        resource.prlimit(pids[1], resource.RLIMIT_AS, (asleep[1] + 2**28, resource.RLIM_INFINITY))
+        for _ in range(2):
+            with pytest.raises(WeightsError, match="wake_up: the memory does not suffice for a KV cache"):
+                executor.wake(["kv_cache"])
+            assert mapped_by(pids[0]) < asleep[0] + 2**28
+        resource.prlimit(pids[1], resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        executor.wake(["kv_cache"])
+        assert said(executor) == first
+
+
+def mapped_by(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:
