@@ -117,7 +117,7 @@ class WorkerWatch:
         self._end(why)
 
     def stop(self) -> None:
-        """Wait for workers that were asked to close; `close` kills the others."""
+        """Wait for workers that were asked to close, or killed; one in an uninterruptible call ends at neither."""
         until_s = time.monotonic() + STOP_GRACE_S
         for worker in self.workers:
             if not worker.wait(max(0.0, until_s - time.monotonic())):
@@ -126,6 +126,7 @@ class WorkerWatch:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
+        self.stop()
         self._reports.close()
 
     def _end(self, why: str) -> None:

@@ -79,6 +79,7 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
         yield child, reports()
     finally:
         child.kill()
+        child.wait(60)
         channels.close()
 
 
