@@ -5,6 +5,7 @@ at the start or later, the next call raises one ExecutorError that names the ran
 root cause: a rank that only lost its peers is not blamed if another one is known to have died.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -54,7 +55,7 @@ class _Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.last_report_s = time.monotonic()
+        self.last_report_s = math.inf  # none yet: from a disk, importing torch may take minutes, without a heartbeat
         self.doing = "starting"
         self.loaded: ModelLoaded | None = None
         self.failed: Failed | None = None

@@ -242,3 +242,10 @@ def test_a_rank_that_does_not_end_when_killed_holds_up_neither_the_others_nor_th
     with pytest.raises(ExecutorError, match="why"):
         WorkerWatch(workers, cast(Reports, reports)).receive(1.0)
     assert all(each.kill.called for each in processes)
+
+
+def test_a_rank_may_be_silent_before_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", -1.0)
+    rank = OneRank()
+    rank.receive = lambda timeout_s: iter(())  # type: ignore[method-assign]
+    assert WorkerWatch([rank], cast(Reports, rank)).receive(1.0) == []
