@@ -137,7 +137,7 @@ def visit(server: Server, length: int, requests: int, seeds: Iterator[int]) -> F
 
 def servers(peers: Setup, llama: str) -> dict[str, Server]:
     file, here, kept = resolve_model().path, Path(sys.prefix), {"PYTHONDONTWRITEBYTECODE": ""}  # as with `make serve`
-    own = [sys.executable, "-m", "penstock.cli", "serve", "--port", "{port}", "--max-model-len", str(CONTEXT)]
+    own = [sys.executable, "-P", "-m", "penstock.cli", "serve", "--port", "{port}", "--max-model-len", str(CONTEXT)]
     found = {"penstock": Server(own, [here, ROOT, file], {**os.environ, **kept}, TIERS)}
     if llama:
         words = [llama, "-m", str(file), "--port", "{port}", "-t", "2", "-c", "8192", "-np", "16", "--kv-unified"]
