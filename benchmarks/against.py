@@ -31,7 +31,7 @@ from peers import BATCHES, DEFAULT_VOCAB, Batch
 
 from penstock.engine.commands.bench import startup
 
-SERVE = (sys.executable, "-m", "penstock.cli", "serve", "--port", "{port}")
+SERVE = (sys.executable, "-P", "-m", "penstock.cli", "serve", "--port", "{port}")
 BATCH_FIGURES = {
     "decode-1": BATCHES["installed-batch1"],
     "decode-16": BATCHES["installed-batch16"],

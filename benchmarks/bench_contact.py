@@ -141,7 +141,7 @@ def servers(peers: Setup, llama: str) -> dict[str, Server]:
     asked = [sys.executable, "-c", "from penstock.engine.model_files import resolve_model; print(resolve_model().path)"]
     file = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
     here, kept = Path(sys.prefix), {"PYTHONDONTWRITEBYTECODE": ""}  # as with `make serve`
-    own = [sys.executable, "-m", "penstock.cli", "serve", "--port", "{port}", "--max-model-len", str(CONTEXT)]
+    own = [sys.executable, "-P", "-m", "penstock.cli", "serve", "--port", "{port}", "--max-model-len", str(CONTEXT)]
     found = {"penstock": Server(own, [here, ROOT, file], {**os.environ, **kept}, TIERS)}
     if llama:
         words = [llama, "-m", str(file), "--port", "{port}", "-t", "2", "-c", "8192", "-np", "16", "--kv-unified"]

@@ -62,7 +62,7 @@ def command_of(worker: Worker, model: str, peer_python: str | None) -> list[str]
     """Return the command of our engine, or of vLLM's if its interpreter is given."""
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{worker.events}", "replay_endpoint": f"tcp://*:{worker.replay}"}
-    ours = [sys.executable, "-m", "penstock.cli", "serve", model]
+    ours = [sys.executable, "-P", "-m", "penstock.cli", "serve", model]
     theirs = [str(peer_python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager"]
     theirs += ["--enable-prompt-tokens-details", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
     common = ["--served-model-name", MODEL, "--port", "{port}", "--dtype", "bfloat16", "--block-size", str(BLOCK_SIZE)]

@@ -58,7 +58,7 @@ def command_of(what: str, model: str | None) -> list[str]:
         "llama.cpp": [by, "-m", model or ""],
     }
     if kind == "penstock":
-        return [sys.executable, "-m", "penstock.cli", "serve", *([model] if model else []), "--port", "{port}"]
+        return [sys.executable, "-P", "-m", "penstock.cli", "serve", *([model] if model else []), "--port", "{port}"]
     if kind in commands and by:
         if not model:
             raise SystemExit(f"model: none given, and {kind} needs one")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pairs import Server, answers, environment, free_port, serving
 
-ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "{port}", "--max-requests", "4096")
+ROUTE = (sys.executable, "-P", "-m", "penstock.cli", "route", "--port", "{port}", "--max-requests", "4096")
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit; events {{ worker_connections 4096; }}
 http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; keepalive_requests 1000000;

@@ -115,13 +115,13 @@ class ChildProcess:
         return ending(self._popen.returncode) if self.wait(EXIT_S) else None
 
     def kill(self) -> None:
-        """Kill the child if it is alive, and wait until it has ended."""
+        """Kill the child if it is alive, without waiting for its end."""
         self._popen.kill()
-        self._popen.wait()
 
 
 def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> ChildProcess:
-    """Run `python -m MODULE` and send it `start`. If the child dies before it reads `start`, its channel closes."""
+    """Run `python -P -m MODULE` and send it `start`. Without -P it would import files of the current directory, which may
+    be that of a downloaded model. If the child dies before it reads `start`, its channel closes."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not block forever
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -130,7 +130,7 @@ def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequenc
         # The kernel ties a child to the thread that started it; only the main thread lives as long as the process.
         is_tied = threading.current_thread() is threading.main_thread()
         popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
         )
@@ -265,22 +265,17 @@ def log_to_stderr(levels: str | None = None) -> None:
 def stop_signals(take: Callable[[], object], numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
     """Call `take` on these signals within the context: in the event loop if one runs, else in the main thread."""
     try:
-        loop = asyncio.get_running_loop()
+        loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
-        before = [signal.signal(number, lambda *_: take()) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-        return
-    for number in numbers:
-        loop.add_signal_handler(number, take)
-    try:
-        yield
-    finally:
+        loop = None
+    with contextlib.ExitStack() as restoring:
         for number in numbers:
-            loop.remove_signal_handler(number)
+            if loop is not None:
+                loop.add_signal_handler(number, take)
+                restoring.callback(loop.remove_signal_handler, number)
+            else:
+                restoring.callback(signal.signal, number, signal.signal(number, lambda *_: take()))
+        yield
 
 
 class Stopping:

@@ -79,6 +79,8 @@ def check_sealed(path: Path) -> None:
     """Raise ExecutorError for shared memory that its owner may still change; files on disk have no seals and pass."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if os.fstat(fd).st_nlink:  # a file of a tmpfs has the seals of such memory, but a name
+            return
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         return

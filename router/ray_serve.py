@@ -109,8 +109,8 @@ class Program:
     """A child process that ends with this process; it serves when the constructor returns. Its output goes to this one's."""
 
     def __init__(self, words: list[str]) -> None:
-        life = (sys.executable, "-m", "penstock.executor.process_life", str(os.getpid()))
-        command = [*life, sys.executable, "-m", "penstock.cli", *words]
+        life = (sys.executable, "-P", "-m", "penstock.executor.process_life", str(os.getpid()))
+        command = [*life, sys.executable, "-P", "-m", "penstock.cli", *words]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL
         )

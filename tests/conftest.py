@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fork_server import forking
+from tests.support.fork_server import ROOT, forking
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Child processes find the modules of the tests, too: they do not search the current directory.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH"))))
 
 
 @pytest.hookimpl(trylast=True)

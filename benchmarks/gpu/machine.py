@@ -4,6 +4,7 @@
 use what a machine lacks of it. Nothing here needs more than Python's own library.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -36,7 +38,8 @@ OLD_NAMES = ("manylinux2014_x86_64", "manylinux1_x86_64")
 
 def environment(carried: Path = CARRIED) -> dict[str, str]:
     """Return the environment for child processes: our sources first on the path, then carried packages."""
-    paths = [str(ROOT / "src"), str(ROOT), str(carried / "site"), os.environ.get("PYTHONPATH", "")]
+    packages = [str(wheel.with_suffix("")) for wheel in sorted(carried.glob("*.whl"))]
+    paths = [str(ROOT / "src"), str(ROOT), *packages, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
@@ -54,34 +57,34 @@ def prepare(carried: Path = CARRIED) -> list[str]:
 
 
 def unpack(carried: Path) -> list[str]:
-    """Unpack wheels that this Python lacks into carried/site, without an installer."""
-    site, problems = carried / "site", []
-    shutil.rmtree(site, ignore_errors=True)
+    """Unpack wheels that this Python lacks, without an installer. A folder appears whole and then stays, because another
+    ladder on this machine may use it."""
+    problems = []
     for wheel in sorted(carried.glob("*.whl")):
         name, _, python, abi, _ = re.fullmatch(r"(.+?)-(.+?)-(?:\d[^-]*-)?([^-]+)-([^-]+)-([^-]+)\.whl", wheel.name).groups()  # type: ignore[union-attr]  # fmt: skip
-        if is_installed(name):
+        goal = wheel.with_suffix("")
+        if is_installed(name) or goal.exists():
             continue
         if abi not in ("none", "abi3") and python != f"cp{sys.version_info[0]}{sys.version_info[1]}":
             problems.append(f"{wheel.name} is not for Python {sys.version_info[0]}.{sys.version_info[1]}")
             continue
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
+        with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=carried) as folder:
+            archive.extractall(f"{folder}/whole")
+            with contextlib.suppress(OSError):  # another ladder was first
+                Path(folder, "whole").rename(goal)
     return problems
 
 
 def is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=name))
 
 
 def extend(carried: Path) -> list[str]:
     """Provide penstock._csrc: the existing one, a carried one if built from these sources, or a new build."""
     ready = carried / carried_name()
     if not _can_import(carried) and ready.exists():
-        shutil.copy(ready, EXTENSION)
+        fresh = shutil.copy(ready, EXTENSION.with_suffix(f".{os.getpid()}"))
+        fresh.replace(EXTENSION)  # the present file may be loaded
     if _can_import(carried):
         return []
     print("building penstock._csrc: half a minute, which the one of .whl/ saves", flush=True)

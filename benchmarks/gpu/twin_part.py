@@ -101,16 +101,13 @@ def latent_cases(kit: Kit) -> Iterator[Case]:
         yield from cases.latents(kit, f"latents, {heads} heads", [*decodes(kit), *chunks(kit)[:1]], heads)
 
 
-def few_expert_cases(kit: Kit) -> Iterator[Case]:
-    yield from cases.experts(kit, (1, 9) if kit.is_tiny else (1, 32))
-
-
-def many_expert_cases(kit: Kit) -> Iterator[Case]:
-    yield from cases.experts(kit, (40,) if kit.is_tiny else (509, 4096))
+def expert_cases(kit: Kit, counts: tuple[int, ...], tiny: tuple[int, ...]) -> Iterator[Case]:
+    yield from cases.experts(kit, tiny if kit.is_tiny else counts)
 
 
 MAKERS: tuple[Callable[[Kit], Iterator[Case]], ...] = (
     *(decode_cases, chunk_cases, other_head_cases, latent_cases, cases.expanded_cases),
     *(partial(cases.rope_cases, num_tokens=1001), partial(cases.row_cases, num_rows=509)),
-    *(few_expert_cases, many_expert_cases, cases.block_cases, cases.sampling_cases, cases.input_cases),
+    *(partial(expert_cases, counts=(1, 32), tiny=(1, 9)), partial(expert_cases, counts=(509, 4096), tiny=(40,))),
+    *(cases.block_cases, cases.sampling_cases, cases.input_cases),
 )

@@ -5,6 +5,7 @@ device accepts in one command. Python's anonymous `mmap` is shared memory by def
 administrator allows it; hence MAP_PRIVATE.
 """
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -20,7 +21,8 @@ def huge_buffer(size_bytes: int) -> memoryview:
     if size_bytes < 1:
         raise ValueError(f"size_bytes: {size_bytes} given; at least 1 is needed")
     pages = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     start = -address_of(pages) % HUGE_PAGE
     return memoryview(pages)[start : start + size_bytes]
 

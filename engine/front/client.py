@@ -172,7 +172,8 @@ class AsyncEngine:
                     self._send(Shutdown())
                     async with asyncio.timeout(STOP_GRACE_S):
                         await self._gone.wait()
-            await asyncio.to_thread(process.kill)
+            process.kill()
+            await asyncio.to_thread(process.wait, STOP_GRACE_S)
             asyncio.get_running_loop().remove_reader(process.channel)
             if self._ending is not None:  # it reads what the core sent last
                 await self._ending

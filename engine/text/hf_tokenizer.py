@@ -65,7 +65,7 @@ def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch, "tokenizer.json")
-        command = [sys.executable, "-c", CONVERSION, str(folder.resolve()), str(target)]
+        command = [sys.executable, "-P", "-c", CONVERSION, str(folder.resolve()), str(target)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=False, env=environment

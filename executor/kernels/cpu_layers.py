@@ -48,8 +48,7 @@ class DenseSizes(NamedTuple):
 class CpuLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
         self._cpu, self._dtype, self._given = ops.cpu, ops.dtype, layers  # keeps the tensors that C points to alive
-        self._pages: KvPages | None = None
-        self._states: StatePages | None = None  # of one layer; only base and first_unit differ in others
+        self._pages: KvPages | None = None  # this list is cleared when they are freed, so keep no pages beside it
         self._lib: Any = _csrc.lib
         self._layers = _csrc.ffi.new("struct penstock_layer[]", len(layers))
         self._deltas: list[Any] = []  # keeps alive the structs that the layers' structs point to
@@ -88,7 +87,8 @@ class CpuLayers:
             self._bind(pages, batch.group_of)
         assert num > 0 and residual.is_contiguous()
         self._shared.num = num
-        states = _csrc.ffi.NULL if self._states is None else describe_states(self._states, batch)
+        # The states of other layers differ only in base and first_unit.
+        states = next((describe_states(each, batch) for each in pages if isinstance(each, StatePages)), _csrc.ffi.NULL)
         tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
         assert all(each.stride() == tables.stride() for _, each in groups)
         kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
@@ -116,8 +116,7 @@ class CpuLayers:
                 assert delta is not None
                 check_taps(delta.taps, layer_pages, self._dtype)
                 check_heads(delta.heads, layer_pages)
-                self._states, plan.first_unit = layer_pages, layer_pages.first_unit
-                plan.states = layer_pages.base.data_ptr()
+                plan.states, plan.first_unit = layer_pages.base.data_ptr(), layer_pages.first_unit
                 continue
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)

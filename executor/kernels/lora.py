@@ -52,7 +52,9 @@ class CpuAdapter:
                 self._describe(struct, parts)
 
     def _describe(self, struct: Any, parts: LoraProduct) -> None:
-        dtype = torch.bfloat16 if all(map(_is_narrow, [t for p in parts for t in (p.up, p.down)])) else torch.float32
+        # bfloat16, in which many adapters were trained, halves the bytes to read.
+        is_exact = all(torch.equal(each.bfloat16().float(), each) for part in parts for each in (part.up, part.down))
+        dtype = torch.bfloat16 if is_exact else torch.float32
         shared = {id(part.down): part.down for part in parts}  # parts of one joined module share it
         firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
         down = _aligned(torch.cat([*shared.values()]).T, dtype)
@@ -107,11 +109,6 @@ class CpuRuns:
         assert x.stride(1) == y.stride(1) == 1 and x.dtype is y.dtype
         sizes = x.stride(0), y.stride(0), x.shape[1], len(self), product
         self._lib.penstock_adapt(self._cpu, [(*addresses(x, y), self.structs, *sizes)])
-
-
-def _is_narrow(weight: Tensor) -> bool:
-    """Tell whether bfloat16, which halves the bytes to read, is exact. Many adapters were trained in it."""
-    return torch.equal(weight.bfloat16().float(), weight)
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,8 @@ class Weight(NamedTuple):
         """Return these rows, in this order."""
         scales = None if self.scales is None else self.scales[rows]
         zeros = None if self.zeros is None else self.zeros[rows]
-        return self._replace(codes=_as_bytes(self.codes)[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
+        codes = self.codes.view(torch.uint8) if self.codes.dtype is EIGHT_BITS else self.codes
+        return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
 
     def dequantize(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Return the weight dequantized in float32 and rounded to `dtype`, a few rows at a time to avoid a float32 copy
@@ -310,7 +311,3 @@ NUMBERS, BLOCKS, MXFP4 = Numbers(), Blocks(), Mxfp4()
 def numbers(values: Tensor, name: str = "") -> Weight:
     """Wrap an unquantized tensor as a weight."""
     return Weight(NUMBERS, values, name=name)
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8) if codes.dtype is EIGHT_BITS else codes

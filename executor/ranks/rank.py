@@ -6,7 +6,8 @@ With one rank this is the whole model, and `UniprocExecutor` calls it directly. 
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -83,13 +84,15 @@ class Rank:
         self._graphs_set_aside = 0 if use is None else use.graphs
         plan = self._plan_kv(use)
         self.kv = self._allocate(plan.num_blocks)
-        self._tiers = open_tiers(
-            config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
-        )
+        content = loaded.fingerprint  # of a page: the weights and, with several groups, the layout of the layers
+        if len(layout.groups) > 1:
+            content = hashlib.sha256(content + repr(layout).encode()).digest()
+        self._tiers = open_tiers(config, block_bytes, content, self._make_copier, group.rank)
         self._max_model_len, self._rebalancer = plan.max_model_len, self._make_rebalancer()
         self._runner: ModelRunner | None = None  # None while the rank sleeps
         try:
-            graph_bytes = self._start()
+            self._open()
+            graph_bytes = self._capture()
         except BaseException:
             self._tiers.close()
             raise
@@ -127,13 +130,12 @@ class Rank:
         assert self._runner is not None, "a step for a rank that sleeps"
         return self._runner
 
-    def _start(self) -> int:
-        """Open a runner over the model and the blocks; return the size of its CUDA graphs in bytes."""
+    def _open(self) -> None:
+        """Open a runner over the model and the blocks; `_capture` then captures its graphs."""
         self._close_runner()  # frees its memory before another runner takes as much
         self._runner = self._open_runner(
             self.kv, self._max_model_len, self._tiers.transfers, self._rebalancer, self._graph_buckets
         )
-        return self._capture(CudaMeter(self._device)) if _is_gpu(self._device) else 0
 
     def _close_runner(self) -> None:
         if self._runner is not None:
@@ -164,7 +166,8 @@ class Rank:
         (self._loaded, self._source), self._prepared = self._prepared, None
         self.info = msgspec.structs.replace(self.info, fingerprint=self._loaded.fingerprint)
         if self._runner is not None:
-            self._start()
+            self._open()
+            self._capture()
 
     def drop_weights(self) -> None:
         """Discard the prepared weights."""
@@ -184,27 +187,41 @@ class Rank:
         if _is_gpu(self._device):
             torch.cuda.empty_cache()
 
+    @contextmanager
+    def _agreement(self, what: str) -> Iterator[None]:
+        """Raise WeightsError on all ranks if one fails within, because it would be missing in what they do next."""
+        error = ""
+        try:
+            with naming_options(what, "free memory on the device, then wake it up again"):
+                yield
+        except ExecutorError as failure:
+            error = str(failure)
+        if error := next(filter(None, self._group.gather_bytes(error.encode())), b"").decode():
+            self.drop_weights()
+            raise WeightsError(error)
+
     def wake(self, parts: Sequence[str]) -> None:
         if not self._loaded.has_model and self._source:
-            if self.prepare_weights(self._source) != self._loaded.fingerprint:
-                self.drop_weights()
-                raise WeightsError(
-                    f"wake_up: {self._source} has other weights than those that slept; use update_weights"
-                )
+            with self._agreement("the weights"):
+                if self.prepare_weights(self._source) != self._loaded.fingerprint:
+                    raise WeightsError(
+                        f"wake_up: {self._source} has other weights than those that slept; use update_weights"
+                    )
             self.take_weights()
-        if "kv_cache" not in parts:
+        if "kv_cache" not in parts or self._runner is not None:
             return
         if not self._loaded.has_model:
             raise WeightsError(NO_WEIGHTS)
-        if self._runner is None:
-            try:
-                with naming_options("the KV cache and CUDA graphs", "free memory on the device, then wake it up again"):
-                    self._move_blocks(self._allocate(self.info.num_blocks))
-                    self._start()
-            except ExecutorError as error:
-                self._close_runner()
-                self._move_blocks(self.kv[:0].clone())
-                raise WeightsError(f"wake_up: {error}") from None
+        try:
+            with self._agreement("the KV cache"):
+                self._move_blocks(self._allocate(self.info.num_blocks))
+                self._open()
+            with self._agreement("CUDA graphs"):
+                self._capture()
+        except WeightsError as error:
+            self._close_runner()
+            self._move_blocks(self.kv[:0].clone())
+            raise WeightsError(f"wake_up: {error}") from None
 
     def _move_blocks(self, kv: torch.Tensor) -> None:
         self.kv = kv
@@ -278,11 +295,13 @@ class Rank:
         self._progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
         return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
 
-    def _capture(self, meter: CudaMeter) -> int:
-        """Capture the graphs; return their size in bytes."""
-        started_s, before = time.monotonic(), meter.reserved()
-        if not self.runner.capture_graphs(self._progress):
+    def _capture(self) -> int:
+        """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""
+        if not self._graph_buckets:
             return 0
+        started_s, meter = time.monotonic(), CudaMeter(self._device)
+        before = meter.reserved()
+        self.runner.capture_graphs(self._progress)
         taken = meter.reserved() - before
         self._progress(f"Graphs captured in {time.monotonic() - started_s:.1f} s; they take {taken / 2**20:,.0f} MiB")
         if taken > self._graphs_set_aside:
@@ -322,10 +341,7 @@ class Rank:
         return allocate_kv(num_blocks, self._layout.depth, model.kv_parts, size, model.kv_width, dtype, self._device)
 
     def _make_copier(self, arena: np.ndarray) -> Copier:
-        blocks = self._copied()
-        if not self.kv.is_cuda:
-            return NumpyCopier(blocks, arena)
-        return CudaCopier(blocks, arena)
+        return CudaCopier(self._copied(), arena) if self.kv.is_cuda else NumpyCopier(self._copied(), arena)
 
     def _make_rebalancer(self) -> Rebalancer | None:
         if not self._config.enable_eplb:
@@ -347,11 +363,6 @@ def with_step_size(config: ExecutorConfig, device: torch.device) -> ExecutorConf
         return config
     default = STEP_TOKENS_ON_GPU if _is_gpu(device) else STEP_TOKENS
     return msgspec.structs.replace(config, max_num_batched_tokens=max(default, config.max_num_seqs))
-
-
-def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:
-    """Return the fingerprint of a page's content: the weights and, with several groups, the layout of the layers."""
-    return model if len(layout.groups) == 1 else hashlib.sha256(model + repr(layout).encode()).digest()
 
 
 def open_inputs(

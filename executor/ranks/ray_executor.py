@@ -55,12 +55,11 @@ def open_ray(config: ExecutorConfig, progress: Callable[[str], None] = lambda _l
     ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
     try:
         ranks.start(config, progress)
-    except RayError as error:
+    except BaseException as error:
         ranks.close()
+        if not isinstance(error, RayError):
+            raise
         raise ExecutorError(f"executor: Ray could not start {config.tensor_parallel_size} ranks: {error}") from error
-    except BaseException:
-        ranks.close()
-        raise
     return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress)
 
 
@@ -68,7 +67,8 @@ def _join_cluster(allow_open_dashboard: bool) -> None:
     """Join the cluster in RAY_ADDRESS or on this machine; refuse one whose dashboard accepts jobs from the network."""
     wanted = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        context = ray.init(address=wanted, ignore_reinit_error=True, log_to_driver=True)
+        with contextlib.chdir("/"):  # Ray lets the actors import from the current directory, which may be a model's
+            context = ray.init(address=wanted, ignore_reinit_error=True, log_to_driver=True)
     except (ConnectionError, ValueError, RayError) as error:
         raise ExecutorError(
             f"executor: no Ray cluster can be reached ({error}); start one with `ray start --head`, "

@@ -29,7 +29,6 @@ from penstock.executor.protocol import (
     ExecutorError,
     SleepLevel,
     Step,
-    TransferResult,
     WeightsError,
 )
 from penstock.executor.ranks.rank import Rank, choose_device
@@ -215,17 +214,14 @@ class Finisher:
         try:
             while (launched := self._launched.get()) is not None:
                 result = self._rank.runner.finish(launched)
+                moved = result.transfers
                 is_asked = self._group.is_first or not launched.step.rows
-                if is_asked or (result.transfers is not None and _has_changes(result.transfers)):
+                if is_asked or (moved is not None and (moved.completions or moved.found or moved.lost)):
                     self._reporter.report(Done(self._group.rank, result))
                 self._launched.task_done()
         except Exception as error:  # top level of the thread; the rank cannot continue without it
             self._reporter.report(_failure(error))
             leave()
-
-
-def _has_changes(transfers: TransferResult) -> bool:
-    return bool(transfers.completions or transfers.found or transfers.lost)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ at the start or later, the next call raises one ExecutorError that names the ran
 root cause: a rank that only lost its peers is not blamed if another one is known to have died.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -54,7 +55,7 @@ class _Watched:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.last_report_s = time.monotonic()
+        self.last_report_s = math.inf  # none yet: from a disk, importing torch may take minutes, without a heartbeat
         self.doing = "starting"
         self.loaded: ModelLoaded | None = None
         self.failed: Failed | None = None
@@ -117,7 +118,7 @@ class WorkerWatch:
         self._end(why)
 
     def stop(self) -> None:
-        """Wait for workers that were asked to close; `close` kills the others."""
+        """Wait for workers that were asked to close, or killed; one in an uninterruptible call ends at neither."""
         until_s = time.monotonic() + STOP_GRACE_S
         for worker in self.workers:
             if not worker.wait(max(0.0, until_s - time.monotonic())):
@@ -126,6 +127,7 @@ class WorkerWatch:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
+        self.stop()
         self._reports.close()
 
     def _end(self, why: str) -> None:

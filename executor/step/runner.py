@@ -109,11 +109,10 @@ class ModelRunner:
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
         self._finished_s = 0.0  # when the last step did
 
-    def capture_graphs(self, progress: Callable[[str], None]) -> bool:
-        """Capture all graphs before the first step; return whether there are any."""
-        if self._graphs is not None:
-            self._graphs.capture(progress)
-        return self._graphs is not None
+    def capture_graphs(self, progress: Callable[[str], None]) -> None:
+        """Capture all graphs before the first step."""
+        assert self._graphs is not None
+        self._graphs.capture(progress)
 
     def close(self) -> None:
         """Release the pages after the last step; clearing the list also releases those who share it."""

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
-from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import ExpertCounter, SlotTable
 from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
 from penstock.executor.uniproc import UniprocExecutor
@@ -91,10 +90,6 @@ def left_behind(thing: object, moved: set[int], where: str, seen: set[int]) -> l
     ]
 
 
-def not_moved(expert: Mlp) -> list[str]:
-    return left_behind(expert, {id(tensor) for tensor in expert.tensors()}, "expert", set())
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"), [("mixtral", "float32"), ("qwen3-moe", "bfloat16"), ("in eight bits", "bfloat16")]
 )
@@ -108,7 +103,7 @@ def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkey
     assert layers
     for experts in layers:
         for expert in experts.slots:
-            assert not_moved(expert) == []
+            assert left_behind(expert, {id(tensor) for tensor in expert.tensors()}, "expert", set()) == []
 
 
 def test_the_table_of_slots_is_the_numpy_rule_and_follows_another_plan_in_the_same_memory() -> None:

@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorError, Sampling
 from penstock.executor.ranks.ranked import open_multiproc
 from penstock.executor.ranks.wire import Failed
@@ -228,3 +231,21 @@ def test_of_two_failures_of_a_rank_the_one_that_is_no_consequence_is_named() -> 
         rank = OneRank(*reports)
         with pytest.raises(ExecutorError, match="CUDA error"):
             WorkerWatch([rank], cast(Reports, rank)).receive(1.0)
+
+
+def test_a_rank_that_does_not_end_when_killed_holds_up_neither_the_others_nor_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.STOP_GRACE_S", 0.0)
+    processes = [Mock(pid=number, wait=Mock(side_effect=TimeoutExpired("it", 0))) for number in range(2)]
+    workers, reports = [ChildProcess("rank", each, Mock()) for each in processes], OneRank(Failed("why", None, False))
+    with pytest.raises(ExecutorError, match="why"):
+        WorkerWatch(workers, cast(Reports, reports)).receive(1.0)
+    assert all(each.kill.called for each in processes)
+
+
+def test_a_rank_may_be_silent_before_its_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", -1.0)
+    rank = OneRank()
+    rank.receive = lambda timeout_s: iter(())  # type: ignore[method-assign]
+    assert WorkerWatch([rank], cast(Reports, rank)).receive(1.0) == []

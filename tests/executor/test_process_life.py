@@ -6,14 +6,17 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from penstock.engine.commands.prove.own.server import DIE_WITH, PENSTOCK
 from penstock.executor.process_life import (
     STOP_SIGNALS,
     Channels,
@@ -76,6 +79,7 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
         yield child, reports()
     finally:
         child.kill()
+        child.wait(60)
         channels.close()
 
 
@@ -96,6 +100,14 @@ def test_a_start_of_any_size_arrives_whole_and_what_follows_it_is_not_lost() -> 
         assert child.wait(60)
         assert child.death() == "ended with code 3"
         assert child.name == f"the child (process {child.pid})"
+
+
+def test_children_do_not_import_files_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    with running("x", Order("")) as (_, reports):
+        assert next(reports) == "1"
+    subprocess.run([*DIE_WITH, str(os.getpid()), *PENSTOCK, "--version"], check=True)
 
 
 def test_a_child_ignores_signals_to_stop_and_ends_with_its_channel() -> None:

@@ -105,20 +105,15 @@ def driver_of(executor: Threads) -> Driver:
     return Driver(cast(Executor, executor))
 
 
-def open_pair(monkeypatch: pytest.MonkeyPatch, case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
-    pretend_a_gpu(monkeypatch, RECORDER.get)
-    recorders = [Recorder() for _ in range(WORLD)]
-    return Threads(config_of(case, WORLD, **SMALL, **options), recorders), recorders
-
-
 @pytest.fixture
 def open_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Threads, list[Recorder]]]]:
     opened: list[Threads] = []
 
     def open_(case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
-        executor, recorders = open_pair(monkeypatch, case, **options)
-        opened.append(executor)
-        return executor, recorders
+        pretend_a_gpu(monkeypatch, RECORDER.get)
+        recorders = [Recorder() for _ in range(WORLD)]
+        opened.append(Threads(config_of(case, WORLD, **SMALL, **options), recorders))
+        return opened[-1], recorders
 
     yield open_
     for executor in opened:

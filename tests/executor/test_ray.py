@@ -42,14 +42,17 @@ def cluster() -> Iterator[Program]:
     cluster.end()
 
 
-def driver_of(cluster: Program) -> Program:
-    return Program(SUPPORT / "ray_driver.py", str(folder("llama")), RAY_ADDRESS=cluster.address)  # type: ignore[attr-defined]
+def driver_of(cluster: Program, *before: str) -> Program:
+    return Program(SUPPORT / "ray_driver.py", str(folder("llama")), before=before, RAY_ADDRESS=cluster.address)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
-def driver(cluster: Program) -> Iterator[Program]:
-    """One for many runs: each would import torch and Ray, and so do the actors."""
-    driver = driver_of(cluster)
+def driver(cluster: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """One for many runs: each would import torch and Ray, and so do the actors. Its folder has files with names of
+    libraries, which are not to be imported."""
+    here = tmp_path_factory.mktemp("downloaded")
+    (here / "zmq.py").write_text("raise SystemExit('imported')")
+    driver = driver_of(cluster, "env", f"--chdir={here}")
     yield driver
     driver.end()
 

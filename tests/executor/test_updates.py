@@ -4,8 +4,10 @@ import contextlib
 import gc
 import mmap
 import os
+import resource
 import shutil
 import signal
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -144,15 +146,16 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
     whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-1])
-    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.write(loose, whole.read_bytes())
+    unsealed = [os.memfd_create("unsealed", flags) for flags in (os.MFD_ALLOW_SEALING, 0)]
+    for fd in unsealed:
+        os.write(fd, whole.read_bytes())
     with SharedTensors(named("llama")) as shared:
         gone = shared.path
     for source, message in (
         (str(folder("qwen3")), "another model: its architecture is Qwen3ForCausalLM"),
         (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
         (str(cut), "cut.safetensors: not a whole safetensors file"),
-        (f"/proc/self/fd/{loose}", "shared memory that is not sealed"),
+        *((f"/proc/self/fd/{fd}", "shared memory that is not sealed") for fd in unsealed),
         (gone, "neither a folder with weights nor a file"),
         (str(tmp_path / "nowhere"), "neither a folder with weights nor a file"),
         (str(tmp_path), "config.json: No such file"),
@@ -160,8 +163,11 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
         with pytest.raises(WeightsError, match=message):
             executor.update_weights(source)
         assert said(executor) == expected
-    os.close(loose)
-    executor.update_weights(str(whole))  # a file of tensors on a disk will do
+    for fd in unsealed:
+        os.close(fd)
+    executor.update_weights(str(whole))  # a file of tensors on a disk will do, and one on a tmpfs
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
+        executor.update_weights(str(shutil.copy(whole, file.name)))
 
 
 Bits = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -284,11 +290,9 @@ def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-@pytest.mark.parametrize(
-    "tiers", [pytest.param({}, marks=pytest.mark.slow), {"kv_host_bytes": 2**20}], ids=["device", "with a tier"]
-)
+@pytest.mark.parametrize(("case", "host"), [pytest.param("llama", 0, marks=pytest.mark.slow), ("qwen3.5", 2**20)])
 def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
-    tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: str, host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -302,7 +306,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
         return sum(len(each) for each in maps if not each.closed)
 
     monkeypatch.setattr(mmap, "mmap", Noted)
-    executor = executor_of(folder("llama"), **tiers)
+    executor = executor_of(folder(case), kv_host_bytes=host)
     first, info, awake = said(executor), executor.info, mapped()
     assert awake > 2**21
     for level in (1, 2):
@@ -313,7 +317,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
             with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
                 executor.wake(["weights", "kv_cache"])
             executor.wake(["weights"])
-            executor.update_weights(str(folder("llama")))
+            executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
         assert executor.info == info and said(executor) == first and mapped() == awake
 
@@ -361,6 +365,26 @@ def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) ->
         executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
         assert said(executor) == first and bits(executor, keys) == adapted
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_no_rank_wakes_up_if_one_has_no_memory_and_all_do_when_it_has() -> None:
+    with running(config_of("llama", 2, kv_cache_bytes=2**30)) as executor:
+        first, pids = said(executor), [worker.pid for worker in executor.worker_watch.workers]
+        executor.sleep(1)
+        asleep = [mapped_by(pid) for pid in pids]
+        resource.prlimit(pids[1], resource.RLIMIT_AS, (asleep[1] + 2**28, resource.RLIM_INFINITY))
+        for _ in range(2):
+            with pytest.raises(WeightsError, match="wake_up: the memory does not suffice for a KV cache"):
+                executor.wake(["kv_cache"])
+            assert mapped_by(pids[0]) < asleep[0] + 2**28
+        resource.prlimit(pids[1], resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        executor.wake(["kv_cache"])
+        assert said(executor) == first
+
+
+def mapped_by(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
 def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:

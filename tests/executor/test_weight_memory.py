@@ -1,5 +1,7 @@
 """A CPU's weights and its KV cache lie where the kernel may give huge pages: private memory that was advised so."""
 
+import errno
+import mmap
 import weakref
 from pathlib import Path
 
@@ -46,7 +48,14 @@ def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_as
         assert "hg" in flags
 
 
-def test_pieces_are_zero_aligned_and_apart() -> None:
+class WithoutHugePages(mmap.mmap):
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize("kind", [mmap.mmap, WithoutHugePages])
+def test_pieces_are_zero_aligned_and_apart(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", kind)
     pieces = [allocate(size) for size in (1, 65, 4096, REGION // 2, REGION // 2 + 1, REGION // 2, 7)]
     assert not any(any(piece[:4096]) or any(piece[-4096:]) for piece in pieces)
     for number, piece in enumerate(pieces):

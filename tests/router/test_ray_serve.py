@@ -46,7 +46,9 @@ def test_the_applications_of_the_configuration_file_can_be_built() -> None:
         assert isinstance(build(application["args"]), serve.Application)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_says_why_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('a file of the current directory')")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="ended with code 2: penstock: model: there is no folder .*/missing"):
         ray_serve.Program(["serve", str(tmp_path / "missing"), "--port", "0"])
 

@@ -1,7 +1,6 @@
 """A small disk tier to be unkind to, with payloads that say whether a byte is wrong."""
 
 import hashlib
-import os
 import subprocess
 import sys
 import time
@@ -33,9 +32,8 @@ def capacity_for(cells: int, chunk: int = CHUNK) -> int:
 
 
 def start_python(code: str, *arguments: object, **more: Any) -> "subprocess.Popen[str]":
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, **more)
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, **more)
 
 
 class Rig:

@@ -54,7 +54,6 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", module, str(theirs.fileno())],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

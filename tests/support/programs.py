@@ -38,7 +38,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path]), **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         )
 
     def line(self, mark: str) -> str:

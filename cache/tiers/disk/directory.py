@@ -142,7 +142,7 @@ class Slabs:
         file = self._files.get(slab)
         if file is None:
             flags = self._flags | (os.O_CREAT if grow else 0)
-            file = self._files[slab] = self._calls.open(self._directory, slab_name(slab), flags)
+            file = self._files[slab] = self._calls.open(self._directory, f"slab-{slab:06d}", flags)
         if grow and slab not in self._backed:
             size = self._size(slab)
             if os.fstat(file).st_size < size:
@@ -158,7 +158,3 @@ class Slabs:
         for name in os.listdir(self._directory):
             if match := SLAB_FILE.fullmatch(name):
                 yield int(match[1]), name
-
-
-def slab_name(slab: int) -> str:
-    return f"slab-{slab:06d}"

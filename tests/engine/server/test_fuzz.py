@@ -123,15 +123,11 @@ def fuzz(server: Running, seed: int, count: int) -> None:
     assert len(server.engine.answers) == 0
 
 
-def labelling() -> FakeEngine:
-    """It writes text, and has tokens for no and yes, so that every route is open."""
-    labels = LabelInfo(names=("LABEL_0",), activation="sigmoid", tokens=("a", "b"))
-    return FakeEngine(info=msgspec.structs.replace(INFO, labels=labels))
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("num_seeds", "count"), hardest_rows([(1, 1200), (50, 2000)], [(1, 1200)]))
 def test_random_requests_are_answered_or_refused(num_seeds: int, count: int) -> None:
-    with running(labelling()) as server:
+    # It writes text, and has tokens for no and yes, so that every route is open.
+    labels = LabelInfo(names=("LABEL_0",), activation="sigmoid", tokens=("a", "b"))
+    with running(FakeEngine(info=msgspec.structs.replace(INFO, labels=labels))) as server:
         for seed in range(1, 1 + num_seeds):
             fuzz(server, seed, count)  # three of four go to the routes of completions and scores

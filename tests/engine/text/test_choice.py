@@ -128,10 +128,6 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-def longest_hold(text: str, stops: list[str]) -> int:
-    return max(size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size]))
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_random_texts_are_cut_where_brute_force_cuts_them_and_hold_back_the_least(include: bool) -> None:
     rng = random.Random(0)
@@ -148,7 +144,8 @@ def test_random_texts_are_cut_where_brute_force_cuts_them_and_hold_back_the_leas
             given += text.push(whole[at : at + size])
             at += size
             if text.found is None:
-                assert given == whole[: len(whole[:at]) - longest_hold(whole[:at], stops)]
+                held = max(size for stop in stops for size in range(len(stop)) if whole[:at].endswith(stop[:size]))
+                assert given == whole[: len(whole[:at]) - held]
         if expected is None:
             assert (text.found, given + text.flush()) == (None, whole)
         else:

@@ -109,8 +109,12 @@ def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = samples.byte_level()
+    (tmp_path / "transformers.py").write_text("raise SystemExit('a file of the current directory')")
+    monkeypatch.chdir(tmp_path)
     folder = samples.folder(tmp_path / "m", backend, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
     (folder / "tokenizer.json").unlink()
     backend.model.save(str(folder))  # vocab.json and merges.txt

@@ -25,8 +25,8 @@ START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 END_SIGNALS = [
     each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
 ]
-PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
-DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # then the PID of the parent, then the command
+PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.cli import main; sys.exit(main())")
+DIE_WITH = (sys.executable, "-P", "-m", "penstock.executor.process_life")  # then the parent's PID, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
 HOST = "--kv-host-bytes 8MiB"
 LOOKUP = '--speculative-config {"method":"ngram"}'
