@@ -259,6 +259,8 @@ def spec_of(
     **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
     """Build a spec from the fields that all families share, and check them."""
+    if layers[0].heads is None:
+        fields.only("per_layer_config", None, {})
     names = _ACTIVATIONS[activation]
     fields.only(activation_field, *names, default=names[0])
     num_heads = fields.integer("num_attention_heads")
