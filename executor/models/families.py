@@ -77,7 +77,7 @@ def phi3(fields: Fields) -> DecoderSpec:
     section = rope_section(own)
     if (kind := kind_of(section)) not in ("default", "longrope"):
         raise section.error("rope_type", kind, "'default' or 'longrope'")
-    spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window")))
+    spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window"), partial=1.0))
     qkv = ("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)
     return replace(spec, arrangement=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
 
@@ -177,7 +177,6 @@ def glm4(fields: Fields) -> DecoderSpec:
         rms_norm_eps=1.5625e-7,
         max_position_embeddings=131072,
         attention_bias=True,
-        partial_rotary_factor=0.5,
     )
     norms = (
         (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
@@ -185,10 +184,8 @@ def glm4(fields: Fields) -> DecoderSpec:
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
     arrangement = Arrangement(norms, (GATE_UP,))
-    biased = own.flag("attention_bias", True)
-    return with_neighbours(
-        spec_of(own, uniform_layers(own), sandwich_norms=True, qkv_bias=biased, arrangement=arrangement)
-    )
+    biased, layers = own.flag("attention_bias", True), uniform_layers(own, partial=0.5)
+    return with_neighbours(spec_of(own, layers, sandwich_norms=True, qkv_bias=biased, arrangement=arrangement))
 
 
 def hunyuan_dense(fields: Fields) -> DecoderSpec:
@@ -297,8 +294,8 @@ def max_positions_of(fields: Fields) -> int:
     return fields.integer("max_position_embeddings", 2048)
 
 
-def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields))
+def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:
+    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields), partial)
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 

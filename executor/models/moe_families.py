@@ -78,13 +78,12 @@ def deepseek_v3(fields: Fields) -> DecoderSpec:
 def glm4_moe(fields: Fields) -> DecoderSpec:
     """Read GLM-4.5: DeepSeek-V3's experts with grouped-query attention."""
     own = fields.with_defaults(
-        partial_rotary_factor=0.5,
         rms_norm_eps=1e-5,
         max_position_embeddings=131072,
         first_k_dense_replace=1,
         n_shared_experts=1,
     )
-    layers = _first_dense(own, uniform_layers(own), _deepseek_v3_moe(own))
+    layers = _first_dense(own, uniform_layers(own, partial=0.5), _deepseek_v3_moe(own))
     biases: dict[str, Any] = {"qkv_bias": own.flag("attention_bias", False), "qk_norm": own.flag("use_qk_norm", False)}
     return spec_of(own, layers, **biases)
 
@@ -110,11 +109,9 @@ def minimax_m2(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(rope_theta=5e6, head_dim=128, max_position_embeddings=196608)
     own.fixed(scoring_func="sigmoid", qk_norm_type="per_layer", shared_intermediate_size=0)
     own.fixed(use_qk_norm=True, use_routing_bias=True)
-    if "rotary_dim" in own:
-        share = own.integer("rotary_dim") / own.integer("head_dim")
-        own = own.with_defaults(partial_rotary_factor=share)
+    share = own.integer("rotary_dim", own.integer("head_dim")) / own.integer("head_dim")
     moe = _local_experts(own, scoring="sigmoid", has_bias=True, **_MIXTRAL_NAMES)
-    layers = _sparse(own, uniform_layers(own), moe)
+    layers = _sparse(own, uniform_layers(own, partial=share), moe)
     names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
     return spec_of(own, layers, is_qk_norm_wide=True, arrangement=Arrangement(names))
 

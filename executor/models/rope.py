@@ -42,14 +42,15 @@ class Rope:
         return replace(self, divisors=chosen, long_divisors=())
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-    """Read the rotation of a model in which all layers have the same."""
+def read_rope(fields: Fields, head_dim: int, max_positions: int, partial: float | None = None) -> Rope:
+    """Read the rotation of a model in which all layers have the same. `partial` is the default for the rotated part of
+    a head; None: the family rotates whole heads."""
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = fields.number("partial_rotary_factor", 1.0)
+    default = fields.number("partial_rotary_factor", partial or 1.0)
     name = "original_max_position_embeddings"
     original = fields.integer(name, low=2) if name in fields else None  # wins over the section's
-    return rope_of(section, theta, head_dim, max_positions, partial, original)
+    return rope_of(section, theta, head_dim, max_positions, default, original, partial is None)
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -67,6 +68,7 @@ def rope_of(
     max_positions: int,
     partial: float = 1.0,
     original: int | None = None,
+    is_whole: bool = True,
 ) -> Rope:
     """Return the rotation that a `rope_parameters` or `rope_scaling` object describes."""
     kind = kind_of(section)
@@ -78,6 +80,8 @@ def rope_of(
     dim = int(head_dim * partial)
     if dim % 2 or not 0 < dim <= head_dim:
         raise section.error("partial_rotary_factor", partial, f"an even part of a head's {head_dim} numbers")
+    if is_whole and dim != head_dim:
+        raise section.error("partial_rotary_factor", partial, "1 (models of this family rotate whole heads)")
     if kind == "default":
         return Rope(dim, theta)
     if kind == "linear":
