@@ -115,6 +115,10 @@ class Fields:
         """Allow these fields, separated by blanks, without reading them: they do not affect the computation."""
         self._passed.update(names.split())
 
+    def unread(self, *names: str) -> list[str]:
+        """Return those of the names that were neither read nor passed over."""
+        return [name for name in names if name not in self._asked and name not in self._passed]
+
     def with_defaults(self, **values: Any) -> "Fields":
         """Return a copy in which absent fields have the given default values."""
         given = {name: value for name, value in self._values.items() if value is not None}
@@ -135,11 +139,12 @@ class Fields:
         for name, value in values.items():
             self.only(name, value, default=value)
 
-    def no_others(self) -> None:
-        """Raise ExecutorError if a field has a value and was neither read nor passed over."""
+    def no_others(self, expected: str = "") -> None:
+        """Raise ExecutorError if a field has a value and was neither read nor passed over. The message has the names of
+        those that were read, or what is `expected`."""
         for name, value in self._values.items():
-            if name not in self._asked and name not in self._passed and value is not None:
-                raise self.error(name, value, f"no field but {', '.join(self._asked)}")
+            if value is not None and (unread := self.unread(name.removeprefix(self._prefix))):
+                raise self.error(unread[0], value, expected or f"no field but {', '.join(self._asked)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is MISSING else repr(value)
