@@ -49,14 +49,19 @@ class Fields:
             raise self.error(name, value, "a list of indices")
         return value
 
-    def integer_or_none(self, name: str) -> int | None:
-        return self.integer(name) if name in self else None
+    def integer_or_none(self, name: str, absent: int | None = None) -> int | None:
+        """Return the integer; None if the field is null, and `absent` if there is no such field."""
+        return None if self._is_none(name, absent) else self.integer(name, absent)
 
     def number(self, name: str, default: Any = MISSING) -> float:
         value = self._get(name, default)
         if not _is_positive(value):
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
+
+    def number_or_none(self, name: str, absent: float | None = None) -> float | None:
+        """Return the number; None if the field is null, and `absent` if there is no such field."""
+        return None if self._is_none(name, absent) else self.number(name, absent)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         value = self._get(name, MISSING)
@@ -120,8 +125,8 @@ class Fields:
         return [name for name in names if name not in self._asked and name not in self._passed]
 
     def with_defaults(self, **values: Any) -> "Fields":
-        """Return a copy in which absent fields have the given default values."""
-        given = {name: value for name, value in self._values.items() if value is not None}
+        """Return a copy in which absent fields, and fields that are null, have the given default values."""
+        given = {name: value for name, value in self._values.items() if value is not None or name not in values}
         return Fields(values | given, self.where, self._prefix)
 
     def __contains__(self, name: str) -> bool:
@@ -154,6 +159,9 @@ class Fields:
     def _find(self, name: str) -> Any:
         self._asked[name] = None
         return self._values.get(self._prefix + name)
+
+    def _is_none(self, name: str, absent: object) -> bool:
+        return self._values.get(self._prefix + name, absent) is None
 
     def _get(self, name: str, default: Any) -> Any:
         value = self._find(name)

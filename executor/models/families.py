@@ -1,7 +1,7 @@
 """Converts a config.json to a `DecoderSpec`, with one function per family of dense models.
 
-A field that the config omits has the family's own default. A feature of the config that the decoder does not support is
-refused by name, never ignored.
+A field that the config omits has the family's own default, or is refused as missing. A feature of the config that the
+decoder does not support is refused by name, never ignored.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ GATE_UP = ("gate_up_proj", (("gate_proj", 1), ("up_proj", 1)))
 
 
 def llama(fields: Fields) -> DecoderSpec:
-    biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
-    return spec_of(fields, uniform_layers(fields), **biases)
+    own = fields.with_defaults(max_position_embeddings=2048)
+    biases = attention_biases(own) | {"mlp_bias": own.flag("mlp_bias", False)}
+    return spec_of(own, uniform_layers(own), **biases)
 
 
 def mistral(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window")))
+    return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window", absent=4096)))
 
 
 def qwen2(fields: Fields) -> DecoderSpec:
@@ -44,8 +45,8 @@ def gemma2(fields: Fields) -> DecoderSpec:
     are_full = [index % 2 == 1 for index in range(len(layers))]
     return replace(
         _gemma(fields, pick_layers(fields, layers, are_full, window=window)),
-        score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
-        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+        score_cap=fields.number_or_none("attn_logit_softcapping", absent=50.0),
+        logit_cap=fields.number_or_none("final_logit_softcapping", absent=30.0),
     )
 
 
@@ -135,12 +136,12 @@ def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
 
 def ministral(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(max_position_embeddings=4096 * 32)
-    layers, window = uniform_layers(own), own.integer_or_none("sliding_window")
+    layers, window = uniform_layers(own), own.integer_or_none("sliding_window", absent=4096)
     return spec_of(own, pick_layers(own, layers, [window is None] * len(layers), window=window))
 
 
 def ministral3(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144)
+    own = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144, sliding_window=None)
     if "rope_parameters" not in own and "rope_scaling" not in own:
         raise own.error("rope_parameters", None, "an object")
     section = rope_section(own)
@@ -291,7 +292,7 @@ def head_dim_of(fields: Fields) -> int:
 
 
 def max_positions_of(fields: Fields) -> int:
-    return fields.integer("max_position_embeddings", 2048)
+    return fields.integer("max_position_embeddings")
 
 
 def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:

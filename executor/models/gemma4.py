@@ -15,8 +15,11 @@ from penstock.executor.moe_spec import MoeSpec
 
 def gemma4(fields: Fields) -> DecoderSpec:
     fields.only("use_bidirectional_attention", None, "vision")
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    fields = fields.with_defaults(rope_parameters={"full_attention": full_rope})
     num_layers = fields.integer("num_hidden_layers")
     are_full = full_layers(fields, "sliding_attention", [index % 6 == 5 for index in range(num_layers)])
+    are_full[-1] = True  # whatever layer_types says
     num_shared = fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers)
     num_own = num_layers - num_shared
     if set(are_full[num_own:]) - set(are_full[:num_own]):
@@ -29,7 +32,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
         shown = [size[1:] for size in sorted(sizes)]
         raise fields.error("per_layer_config", shown, "one head_dim and num_key_value_heads for all layers of a kind")
     dim_of = {is_full: dim for is_full, dim, _ in sizes}
-    sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of.get(True, 2))
+    sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
@@ -52,7 +55,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
         qk_norm=True,
         sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
-        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+        logit_cap=fields.number_or_none("final_logit_softcapping"),
         input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
         input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
         arrangement=_arrangement(num_own, num_layers),

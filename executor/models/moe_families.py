@@ -39,8 +39,9 @@ _MIXTRAL_NAMES: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("
 
 
 def mixtral(fields: Fields) -> DecoderSpec:
-    spec = mistral(fields)
-    return replace(spec, layers=_sparse(fields, spec.layers, _local_experts(fields, **_MIXTRAL_NAMES)))
+    own = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None)
+    spec = mistral(own)
+    return replace(spec, layers=_sparse(own, spec.layers, _local_experts(fields, **_MIXTRAL_NAMES)))
 
 
 def _local_experts(fields: Fields, **features: Any) -> MoeSpec:
@@ -149,6 +150,7 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
 def gpt_oss(fields: Fields) -> DecoderSpec:
     """Read gpt-oss: every other layer has a window, each head has a sink, and experts are stored as MXFP4."""
     fields.fixed(swiglu_alpha=1.702, swiglu_limit=7.0)
+    fields = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=1.5e5)
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         raise fields.error("rope_scaling", None, "an object (these models have YaRN)")
     moe = _local_experts(fields, router="router", has_router_bias=True)
