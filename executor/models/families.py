@@ -324,6 +324,7 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
     nested = fields.section("rope_parameters") or Fields({})
     local = nested.section("sliding_attention") or Fields({})
     overall = nested.section("full_attention") or fields.section("rope_scaling") or Fields({})
+    nested.no_others()
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
     max_positions = max_positions_of(fields)

@@ -258,6 +258,7 @@ def shared_expert(fields: Fields, moe: MoeSpec) -> MoeSpec:
 
 
 def qwen_moe(fields: Fields, renormalize: bool = False) -> MoeSpec:
+    fields.fixed(use_sliding_window=False)  # other layers have windows than in the dense models
     return MoeSpec(
         num_experts=_count(fields, "num_experts"),
         top_k=fields.integer("num_experts_per_tok"),
