@@ -34,6 +34,8 @@ def gemma4(fields: Fields) -> DecoderSpec:
     dim_of = {is_full: dim for is_full, dim, _ in sizes}
     sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
+    input_width = fields.integer("hidden_size_per_layer_input", 256, low=0)
+    least = fields.integer("vocab_size") if input_width else 1
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
         LayerSpec(
@@ -56,8 +58,8 @@ def gemma4(fields: Fields) -> DecoderSpec:
         sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         logit_cap=fields.number_or_none("final_logit_softcapping"),
-        input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
-        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
+        input_width=input_width,
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=least),
         arrangement=_arrangement(num_own, num_layers),
         **attention_biases(fields),
     )

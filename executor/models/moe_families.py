@@ -186,8 +186,11 @@ def granite_moe(fields: Fields, shared: int = 0) -> DecoderSpec:
 
 def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
     fields.fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    moe = _deepseek_moe(fields, is_grouped=True)
+    if moe.num_groups > 1 and moe.num_experts < 2 * moe.num_groups:  # the best two experts of a group rate it
+        raise fields.error("n_group", moe.num_groups, f"at most half of n_routed_experts ({moe.num_experts})")
     return replace(
-        _deepseek_moe(fields, is_grouped=True),
+        moe,
         scoring="sigmoid",
         has_bias=True,
         renormalize=fields.flag("norm_topk_prob", True),

@@ -97,6 +97,8 @@ def rope_of(
         if low >= high:
             raise section.error("low_freq_factor", low, f"a number below high_freq_factor ({high})")
         return Rope(dim, theta, "llama3", factor, original, low, high)
+    if theta <= 1:
+        raise section.error("rope_theta", theta, "a number above 1")
     return Rope(
         dim,
         theta,
