@@ -292,7 +292,15 @@ def head_dim_of(fields: Fields) -> int:
 
 
 def max_positions_of(fields: Fields) -> int:
-    return fields.integer("max_position_embeddings")
+    """Return the number of positions: with YaRN `factor` times the original one, if the config has it, as in vLLM."""
+    stated, section, name = (
+        fields.integer("max_position_embeddings"),
+        rope_section(fields),
+        "original_max_position_embeddings",
+    )
+    if kind_of(section) != "yarn" or name not in section:
+        return stated
+    return max(stated, min(int(section.integer(name) * section.number("factor")), 2**27))  # the limit of `stated`
 
 
 def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:
