@@ -49,19 +49,14 @@ class Fields:
             raise self.error(name, value, "a list of indices")
         return value
 
-    def integer_or_none(self, name: str, absent: int | None = None) -> int | None:
-        """Return the integer; None if the field is null, and `absent` if there is no such field."""
-        return None if self._is_none(name, absent) else self.integer(name, absent)
+    def integer_or_none(self, name: str) -> int | None:
+        return self.integer(name) if name in self else None
 
     def number(self, name: str, default: Any = MISSING) -> float:
         value = self._get(name, default)
         if not _is_positive(value):
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
-
-    def number_or_none(self, name: str, absent: float | None = None) -> float | None:
-        """Return the number; None if the field is null, and `absent` if there is no such field."""
-        return None if self._is_none(name, absent) else self.number(name, absent)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         value = self._get(name, MISSING)
@@ -132,6 +127,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Return whether the config says null, where an absent field has another meaning."""
+        return self._values.get(self._prefix + name, MISSING) is None
+
     def only(self, name: str, *allowed: object, default: object = None) -> None:
         """Raise ExecutorError unless the field has an allowed value: an unsupported feature must not be ignored."""
         value = self._find(name)
@@ -145,8 +144,7 @@ class Fields:
             self.only(name, value, default=value)
 
     def no_others(self, expected: str = "") -> None:
-        """Raise ExecutorError if a field has a value and was neither read nor passed over. The message has the names of
-        those that were read, or what is `expected`."""
+        """Raise ExecutorError if a field has a value and was neither read nor passed over."""
         for name, value in self._values.items():
             if value is not None and (unread := self.unread(name.removeprefix(self._prefix))):
                 raise self.error(unread[0], value, expected or f"no field but {', '.join(self._asked)}")
@@ -159,9 +157,6 @@ class Fields:
     def _find(self, name: str) -> Any:
         self._asked[name] = None
         return self._values.get(self._prefix + name)
-
-    def _is_none(self, name: str, absent: object) -> bool:
-        return self._values.get(self._prefix + name, absent) is None
 
     def _get(self, name: str, default: Any) -> Any:
         value = self._find(name)

@@ -107,16 +107,12 @@ _GRANITE = {
     "logits_scaling": Key("logit_scale", kind="number"),
 }
 _WINDOW = {"sliding_window": Key("attention.sliding_window", high=MAX_CONTEXT)}
-_EVERY_SECOND = {"sliding_window_pattern": Key("attention.sliding_window_pattern", 2, high=MAX_LAYERS)}
-_GPT_OSS = _WINDOW | _EVERY_SECOND | _EXPERTS | {"intermediate_size": Key("expert_feed_forward_length")}
-_GEMMA2 = (
-    _WINDOW
-    | _EVERY_SECOND
-    | {
-        "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0, "number"),
-        "final_logit_softcapping": Key("final_logit_softcapping", 30.0, "number"),
-    }
-)
+_EVERY_SECOND = _WINDOW | {"sliding_window_pattern": Key("attention.sliding_window_pattern", 2, high=MAX_LAYERS)}
+_GPT_OSS = _EVERY_SECOND | _EXPERTS | {"intermediate_size": Key("expert_feed_forward_length")}
+_GEMMA2 = _EVERY_SECOND | {
+    "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0, "number"),
+    "final_logit_softcapping": Key("final_logit_softcapping", 30.0, "number"),
+}
 _GEMMA3 = _WINDOW | {
     "final_logit_softcapping": Key("final_logit_softcapping", kind="number", is_optional=True),
     "sliding_window_pattern": Key("attention.sliding_window_pattern", 6, high=MAX_LAYERS),
@@ -190,13 +186,10 @@ def _deepseek(keys: Fields, _file: GgufFile, config: Config) -> Config:
     key_length, rope_dim = config["qk_head_dim"], config["head_dim"]
     if key_length <= rope_dim:
         raise keys.error("attention.key_length", key_length, f"more than rope.dimension_count ({rope_dim})")
-    sizes = {"qk_nope_head_dim": key_length - rope_dim, "qk_rope_head_dim": rope_dim}
-    return sizes | {"num_key_value_heads": config["num_attention_heads"]}
-
-
-def _deepseek_v2(keys: Fields, file: GgufFile, config: Config) -> Config:
-    method = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
-    return _deepseek(keys, file, config) | {"topk_method": method}
+    found: Config = {"qk_nope_head_dim": key_length - rope_dim, "qk_rope_head_dim": rope_dim}
+    if config["model_type"] == "deepseek_v2":
+        found["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
+    return found | {"num_key_value_heads": config["num_attention_heads"]}
 
 
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
@@ -220,7 +213,7 @@ FAMILIES = {
     "smollm3": GgufFamily("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
     "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM", _NO_OUTPUT_BIAS, _QWEN2_MOE, {"attention_bias": True}),
     "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _HEAD_NORMS, _QWEN_MOE, {"norm_topk_prob": True}),
-    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek_v2),
+    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek),
     "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _SINKS, _GPT_OSS, finish=_gpt_oss),
 }
 # Files of these models name another architecture: Llama (with experts) and DeepSeek V2 (with another expert choice).

@@ -29,7 +29,11 @@ def llama(fields: Fields) -> DecoderSpec:
 
 
 def mistral(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window", absent=4096)))
+    return spec_of(fields, uniform_layers(fields, _mistral_window(fields)))
+
+
+def _mistral_window(fields: Fields) -> int | None:
+    return None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
 
 
 def qwen2(fields: Fields) -> DecoderSpec:
@@ -45,14 +49,13 @@ def gemma2(fields: Fields) -> DecoderSpec:
     are_full = [index % 2 == 1 for index in range(len(layers))]
     return replace(
         _gemma(fields, pick_layers(fields, layers, are_full, window=window)),
-        score_cap=fields.number_or_none("attn_logit_softcapping", absent=50.0),
-        logit_cap=fields.number_or_none("final_logit_softcapping", absent=30.0),
+        score_cap=None if fields.is_null("attn_logit_softcapping") else fields.number("attn_logit_softcapping", 50.0),
+        logit_cap=None if fields.is_null("final_logit_softcapping") else fields.number("final_logit_softcapping", 30.0),
     )
 
 
 def gemma3(fields: Fields) -> DecoderSpec:
-    fields.only("final_logit_softcapping", None)
-    fields.only("attn_logit_softcapping", None)
+    fields.fixed(final_logit_softcapping=None, attn_logit_softcapping=None)
     pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
     return replace(_gemma(fields, _layers_with_two_ropes(fields, pattern)), qk_norm=True)
 
@@ -136,7 +139,7 @@ def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
 
 def ministral(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(max_position_embeddings=4096 * 32)
-    layers, window = uniform_layers(own), own.integer_or_none("sliding_window", absent=4096)
+    layers, window = uniform_layers(own), _mistral_window(own)
     return spec_of(own, pick_layers(own, layers, [window is None] * len(layers), window=window))
 
 
@@ -174,10 +177,7 @@ def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
 
 def glm4(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(
-        head_dim=128,
-        rms_norm_eps=1.5625e-7,
-        max_position_embeddings=131072,
-        attention_bias=True,
+        head_dim=128, rms_norm_eps=1.5625e-7, max_position_embeddings=131072, attention_bias=True
     )
     norms = (
         (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
@@ -293,14 +293,11 @@ def head_dim_of(fields: Fields) -> int:
 
 def max_positions_of(fields: Fields) -> int:
     """Return the number of positions: with YaRN `factor` times the original one, if the config has it, as in vLLM."""
-    stated, section, name = (
-        fields.integer("max_position_embeddings"),
-        rope_section(fields),
-        "original_max_position_embeddings",
-    )
-    if kind_of(section) != "yarn" or name not in section:
+    stated, section = fields.integer("max_position_embeddings"), rope_section(fields)
+    if kind_of(section) != "yarn":
         return stated
-    return max(stated, min(int(section.integer(name) * section.number("factor")), 2**27))  # the limit of `stated`
+    extended = section.number_or_zero("original_max_position_embeddings") * section.number("factor")
+    return max(stated, min(int(extended), 2**27))  # the limit of `stated`
 
 
 def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:

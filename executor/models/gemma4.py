@@ -29,13 +29,11 @@ def gemma4(fields: Fields) -> DecoderSpec:
     overrides.no_others()
     sizes = {(is_full, each.dim, each.num_kv) for each, is_full in zip(heads, are_full, strict=True)}
     if len(sizes) > len(set(are_full)):  # layers of a kind share their RoPE and may share their keys
-        shown = [size[1:] for size in sorted(sizes)]
-        raise fields.error("per_layer_config", shown, "one head_dim and num_key_value_heads for all layers of a kind")
+        shown = ", ".join(f"{num} heads of {dim}" for _, dim, num in sorted(sizes))
+        raise fields.error("per_layer_config", shown, "the same in all layers of a kind")
     dim_of = {is_full: dim for is_full, dim, _ in sizes}
     sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
-    input_width = fields.integer("hidden_size_per_layer_input", 256, low=0)
-    least = fields.integer("vocab_size") if input_width else 1
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
         LayerSpec(
@@ -57,9 +55,9 @@ def gemma4(fields: Fields) -> DecoderSpec:
         qk_norm=True,
         sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
-        logit_cap=fields.number_or_none("final_logit_softcapping"),
-        input_width=input_width,
-        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=least),
+        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+        input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=fields.integer("vocab_size")),
         arrangement=_arrangement(num_own, num_layers),
         **attention_biases(fields),
     )
@@ -76,8 +74,7 @@ def _heads(fields: Fields, overrides: Fields, index: int, are_full: list[bool], 
         own.no_others()
     elif is_full:
         dim = fields.integer("global_head_dim", 512)
-        if has_equal:
-            num_kv = fields.integer("num_global_key_value_heads", num_kv)
+        num_kv = fields.integer("num_global_key_value_heads", num_kv) if has_equal else num_kv
     if dim % 2:
         raise fields.error("global_head_dim" if is_full else "head_dim", dim, "an even number")
     num_heads = fields.integer("num_attention_heads")

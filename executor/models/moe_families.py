@@ -79,10 +79,7 @@ def deepseek_v3(fields: Fields) -> DecoderSpec:
 def glm4_moe(fields: Fields) -> DecoderSpec:
     """Read GLM-4.5: DeepSeek-V3's experts with grouped-query attention."""
     own = fields.with_defaults(
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
+        rms_norm_eps=1e-5, max_position_embeddings=131072, first_k_dense_replace=1, n_shared_experts=1
     )
     layers = _first_dense(own, uniform_layers(own, partial=0.5), _deepseek_v3_moe(own))
     biases: dict[str, Any] = {"qkv_bias": own.flag("attention_bias", False), "qk_norm": own.flag("use_qk_norm", False)}
@@ -189,13 +186,8 @@ def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
     moe = _deepseek_moe(fields, is_grouped=True)
     if moe.num_groups > 1 and moe.num_experts < 2 * moe.num_groups:  # the best two experts of a group rate it
         raise fields.error("n_group", moe.num_groups, f"at most half of n_routed_experts ({moe.num_experts})")
-    return replace(
-        moe,
-        scoring="sigmoid",
-        has_bias=True,
-        renormalize=fields.flag("norm_topk_prob", True),
-        renormalize_eps=1e-20,
-    )
+    renormalize = fields.flag("norm_topk_prob", True)
+    return replace(moe, scoring="sigmoid", has_bias=True, renormalize=renormalize, renormalize_eps=1e-20)
 
 
 def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
