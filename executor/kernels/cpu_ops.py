@@ -98,7 +98,7 @@ class CpuOps:
     def _norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float
     ) -> None:
-        assert x.dtype is self.dtype and weight.dtype is torch.float32
+        assert x.dtype is self.dtype and weight.dtype is torch.float32 and weight.shape == x.shape[1:]
         strides = _row_stride(x), 0 if residual is None else _row_stride(residual)
         self._lib.penstock_norm(self.cpu, [(*addresses(x, residual, weight, y, total), *strides, *x.shape, eps)])
 

@@ -205,9 +205,7 @@ def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
     """Pack [out, in] as [out / columns, in, columns], zero-padded; pairs of bfloat16 along `in` stay together."""
     width, depth = weight.shape
     assert weight.dtype in DTYPES and depth % 2 == 0
-    words = weight.contiguous()
-    if weight.dtype is torch.bfloat16:
-        words = words.view(torch.int32)
+    words = weight.contiguous().view(torch.int32 if weight.dtype is torch.bfloat16 else weight.dtype)
     num_blocks = -(-width // columns)
     shape = num_blocks, words.shape[1], columns
     packed = torch.frombuffer(allocate(math.prod(shape) * 4), dtype=words.dtype).view(shape)
@@ -223,6 +221,4 @@ def _elements_per_word(dtype: torch.dtype) -> int:
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -63,9 +63,7 @@ class Weight(NamedTuple):
     def narrow(self, dim: int, start: int, size: int) -> "Weight":
         """Return a range of rows (dim 0) or columns (1); dequantized to float32 if the codes cannot be sliced there."""
         low, high = self.format.covering(self, dim, start, start + size)
-        part = self
-        if (low, high) != (0, self.shape[dim]):
-            part = self.format.cut(self, dim, low, high - low)
+        part = self if (low, high) == (0, self.shape[dim]) else self.format.cut(self, dim, low, high - low)
         if (low, high) == (start, start + size):
             return part
         values = part.dequantize(CPU, torch.float32)

@@ -51,8 +51,7 @@ def packing(config: ExecutorConfig) -> Iterator[GgufFile | None]:
 def _is_stored_as_computed(name: str, entry: TensorEntry) -> bool:
     """Tell whether C computes the tensor as it is stored: not the joined experts of a layer, nor query and key weights,
     whose rows llama.cpp may have permuted."""
-    is_matrix = entry.type.is_quantized and len(entry.shape) == 2
-    return is_matrix and not name.endswith(("attn_q.weight", "attn_k.weight"))
+    return entry.type.is_quantized and len(entry.shape) == 2 and not name.endswith(("attn_q.weight", "attn_k.weight"))
 
 
 def _pack(file: GgufFile, turns: Iterator[tuple[str, TensorEntry]], is_over: threading.Event) -> None:

@@ -66,9 +66,7 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     where = str(path / "config.json")
     schemes = read_schemes(config, where)
     folder = SafetensorsFolder(path, config)
-    if not schemes:
-        return folder
-    return PackedCheckpoint(folder, schemes, where)
+    return PackedCheckpoint(folder, schemes, where) if schemes else folder
 
 
 def _open(path: Path, file: GgufFile | None) -> Checkpoint:

@@ -115,13 +115,21 @@ class Fields:
         """Allow these fields, separated by blanks, without reading them: they do not affect the computation."""
         self._passed.update(names.split())
 
+    def unread(self, *names: str) -> list[str]:
+        """Return those of the names that were neither read nor passed over."""
+        return [name for name in names if name not in self._asked and name not in self._passed]
+
     def with_defaults(self, **values: Any) -> "Fields":
-        """Return a copy in which absent fields have the given default values."""
-        given = {name: value for name, value in self._values.items() if value is not None}
+        """Return a copy in which absent fields, and fields that are null, have the given default values."""
+        given = {name: value for name, value in self._values.items() if value is not None or name not in values}
         return Fields(values | given, self.where, self._prefix)
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Return whether the config says null, where an absent field has another meaning."""
+        return self._values.get(self._prefix + name, MISSING) is None
 
     def only(self, name: str, *allowed: object, default: object = None) -> None:
         """Raise ExecutorError unless the field has an allowed value: an unsupported feature must not be ignored."""
@@ -135,11 +143,11 @@ class Fields:
         for name, value in values.items():
             self.only(name, value, default=value)
 
-    def no_others(self) -> None:
+    def no_others(self, expected: str = "") -> None:
         """Raise ExecutorError if a field has a value and was neither read nor passed over."""
         for name, value in self._values.items():
-            if name not in self._asked and name not in self._passed and value is not None:
-                raise self.error(name, value, f"no field but {', '.join(self._asked)}")
+            if value is not None and (unread := self.unread(name.removeprefix(self._prefix))):
+                raise self.error(unread[0], value, expected or f"no field but {', '.join(self._asked)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is MISSING else repr(value)

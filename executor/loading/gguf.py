@@ -140,10 +140,8 @@ def _attention(config: dict[str, Any]) -> dict[str, _Source]:
 
 def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
     names = {"kv_a_proj_with_mqa": "kv_a_mqa", "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "kv_b", "o_proj": "output"}
-    if config["q_lora_rank"] is None:
-        names["q_proj"] = "q"
-    else:
-        names |= {"q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b"}
+    of_latents = {"q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b"}
+    names |= {"q_proj": "q"} if config["q_lora_rank"] is None else of_latents
     found = _sources_of({f"self_attn.{ours}.weight": f"attn_{name}.weight" for ours, name in names.items()})
     if "blk.0.attn_kv_b.weight" not in tensors:
         expand = _Source("attn_kv_b.weight", parts=("attn_k_b.weight", "attn_v_b.weight"))

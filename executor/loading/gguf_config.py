@@ -2,7 +2,7 @@
 
 `FAMILIES` has one row per GGUF architecture: which metadata key each field of its config comes from, and which tensors
 of a layer differ from Llama's. RoPE settings use the older fields (`rope_theta`, `rope_scaling`), which all readers of
-config.json support. Metadata that changes the computation and cannot be expressed is refused, never ignored.
+config.json support. Metadata that is neither read nor known to change nothing is refused, never ignored.
 """
 
 import math
@@ -23,16 +23,17 @@ MAX_CONTEXT = 1 << 24  # it is the length of tables
 FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 Config = dict[str, Any]
 
-# Keys whose features are supported only where a family's row reads them; elsewhere they must be 0 or absent.
-_UNSUPPORTED = (
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attn_logit_softcapping",
-    "nextn_predict_layers",
-    "expert_count",
+# Keys of features that are supported only where the key is read. Elsewhere these values turn them off.
+_OFF = {
+    (0,): "logit_scale embedding_scale residual_scale attention.clamp_kqv attention.max_alibi_bias "
+    "attn_logit_softcapping nextn_predict_layers expert_count expert_used_count expert_shared_feed_forward_length",
+    (0, 1): "rope.scaling.factor expert_weights_scale expert_gating_func",
+    (1,): "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor",
+}
+# Keys that change nothing: the tensors show the same, or no feature that is supported uses them.
+_PASSED = (
+    "vocab_size feed_forward_length tensor_data_layout pooling_type attention.layer_norm_epsilon "
+    "rope.scaling.original_context_length rope.scaling.finetuned"
 )
 
 
@@ -49,6 +50,7 @@ class Key(NamedTuple):
     old_name: str = ""  # the key that older files have instead
 
     def read(self, keys: Fields, config: Config) -> Any:
+        keys.pass_over(self.old_name)
         name = self.old_name if self.old_name and self.name not in keys else self.name
         if self.is_optional and not keys.has_value(name):
             return None
@@ -105,10 +107,14 @@ _GRANITE = {
     "logits_scaling": Key("logit_scale", kind="number"),
 }
 _WINDOW = {"sliding_window": Key("attention.sliding_window", high=MAX_CONTEXT)}
-_GPT_OSS = _WINDOW | _EXPERTS | {"intermediate_size": Key("expert_feed_forward_length")}
-_GEMMA = _WINDOW | {"final_logit_softcapping": Key("final_logit_softcapping", kind="number", is_optional=True)}
-_GEMMA2 = _GEMMA | {"attn_logit_softcapping": Key("attn_logit_softcapping", kind="number", is_optional=True)}
-_GEMMA3 = _GEMMA | {
+_EVERY_SECOND = _WINDOW | {"sliding_window_pattern": Key("attention.sliding_window_pattern", 2, high=MAX_LAYERS)}
+_GPT_OSS = _EVERY_SECOND | _EXPERTS | {"intermediate_size": Key("expert_feed_forward_length")}
+_GEMMA2 = _EVERY_SECOND | {
+    "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0, "number"),
+    "final_logit_softcapping": Key("final_logit_softcapping", 30.0, "number"),
+}
+_GEMMA3 = _WINDOW | {
+    "final_logit_softcapping": Key("final_logit_softcapping", kind="number", is_optional=True),
     "sliding_window_pattern": Key("attention.sliding_window_pattern", 6, high=MAX_LAYERS),
     "rope_local_base_freq": Key("rope.freq_base_swa", 10000.0, "number"),
 }
@@ -180,24 +186,18 @@ def _deepseek(keys: Fields, _file: GgufFile, config: Config) -> Config:
     key_length, rope_dim = config["qk_head_dim"], config["head_dim"]
     if key_length <= rope_dim:
         raise keys.error("attention.key_length", key_length, f"more than rope.dimension_count ({rope_dim})")
-    sizes = {"qk_nope_head_dim": key_length - rope_dim, "qk_rope_head_dim": rope_dim}
-    return sizes | {"num_key_value_heads": config["num_attention_heads"]}
+    found: Config = {"qk_nope_head_dim": key_length - rope_dim, "qk_rope_head_dim": rope_dim}
+    if config["model_type"] == "deepseek_v2":
+        found["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
+    return found | {"num_key_value_heads": config["num_attention_heads"]}
 
 
-def _deepseek_v2(keys: Fields, file: GgufFile, config: Config) -> Config:
-    method = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
-    return _deepseek(keys, file, config) | {"topk_method": method}
-
-
-_EVERY_SECOND = {"sliding_window_pattern": 2}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", is_permuted=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", _NO_OUTPUT_BIAS, constants={"attention_bias": True}),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _HEAD_NORMS),
-    "gemma2": GgufFamily(
-        "gemma2", "Gemma2ForCausalLM", _GEMMA_NORMS, _GEMMA2, _GELU | _EVERY_SECOND, plus_one=True, finish=_gemma
-    ),
+    "gemma2": GgufFamily("gemma2", "Gemma2ForCausalLM", _GEMMA_NORMS, _GEMMA2, _GELU, plus_one=True, finish=_gemma),
     "gemma3": GgufFamily(
         "gemma3_text", "Gemma3ForCausalLM", _GEMMA_NORMS | _HEAD_NORMS, _GEMMA3, _GELU, plus_one=True, finish=_gemma
     ),
@@ -213,8 +213,8 @@ FAMILIES = {
     "smollm3": GgufFamily("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
     "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM", _NO_OUTPUT_BIAS, _QWEN2_MOE, {"attention_bias": True}),
     "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _HEAD_NORMS, _QWEN_MOE, {"norm_topk_prob": True}),
-    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek_v2),
-    "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _SINKS, _GPT_OSS, _EVERY_SECOND, finish=_gpt_oss),
+    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek),
+    "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _SINKS, _GPT_OSS, finish=_gpt_oss),
 }
 # Files of these models name another architecture: Llama (with experts) and DeepSeek V2 (with another expert choice).
 MIXTRAL = GgufFamily("mixtral", "MixtralForCausalLM", keys=_EXPERTS, is_permuted=True)
@@ -252,13 +252,14 @@ def config_of(file: GgufFile) -> Config:
         **_token_ids(metadata, embedding.shape[0]),
         **family.constants,
     }
-    _refuse_unsupported(keys, config, {name for key in family.keys.values() for name in (key.name, key.old_name)})
     if "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
     if every := config.get("sliding_window_pattern"):  # every so many layers, one has full attention
         layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = ["sliding_attention" if index % every else "full_attention" for index in layers]
-    return config | family.finish(keys, file, config)
+    config |= family.finish(keys, file, config)
+    _refuse_unread(keys, config)
+    return config
 
 
 def _family(architecture: str, keys: Fields) -> GgufFamily:
@@ -305,15 +306,19 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def _refuse_unsupported(keys: Fields, config: Config, known: set[str]) -> None:
-    """Raise ExecutorError for settings that neither are in `known` nor have the value of a Llama."""
-    for key in set(_UNSUPPORTED).difference(known):
-        keys.only(key, None, 0)
-    for key in {"attention.value_length", "rope.dimension_count"}.difference(known):
+def _refuse_unread(keys: Fields, config: Config) -> None:
+    """Raise ExecutorError for settings that were not read, unless they have the value of a Llama or change nothing."""
+    for values, names in _OFF.items():
+        for key in keys.unread(*names.split()):
+            keys.only(key, None, *values)
+    for key in keys.unread("attention.value_length", "rope.dimension_count"):
         keys.only(key, config["head_dim"], default=config["head_dim"])
-    window, context = keys.integer("attention.sliding_window", 0, low=0), config["max_position_embeddings"]
-    if 0 < window < context and "attention.sliding_window" not in known:
-        raise keys.error("attention.sliding_window", window, f"at least the context {context}")
+    for key in keys.unread("attention.sliding_window"):
+        window, context = keys.integer(key, 0, low=0), config["max_position_embeddings"]
+        if 0 < window < context:
+            raise keys.error(key, window, f"at least the context {context}")
+    keys.pass_over(_PASSED)
+    keys.no_others("no such key")
 
 
 def _float32(file: GgufFile, name: str, count: int) -> Any:

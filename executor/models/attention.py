@@ -20,6 +20,7 @@ class GroupedAttention:
         self._no_turns = self.tables[0][:, :0].contiguous()  # empty tables, for heads that must not be rotated
         prefix = f"model.layers.{index}.self_attn."
         own, self._has_own = spec.heads_of(index), spec.layers[index].heads is not None
+        assert 2 * self.tables[0].shape[1] <= own.dim  # the kernels trust this
         self._dim, parts = own.dim, "q" if own.reads_only else "qkv" if own.has_values else "qk"
         num_heads, num_kv_heads = heads_of(spec.num_heads, own.num_kv, weights.group)
         self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)[: len(parts)]

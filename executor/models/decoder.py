@@ -159,9 +159,8 @@ class _TokenEmbedding:
         self._table = weights.table("model.embed_tokens.weight", (self._size, width), is_head=spec.tied_head)
         self._first, end = self._group.share(self._size)
         self._last = end - self._first - 1
-        self._head = self._table
-        if not spec.tied_head:
-            self._head = weights.linear(width, Matrix("lm_head", self._size, "rows"))
+        head = Matrix("lm_head", self._size, "rows")
+        self._head = self._table if spec.tied_head else weights.linear(width, head)
         self._positions = self._project_in = self._project_out = None
         if spec.num_learned_positions:
             self._positions = weights.tensor("model.embed_positions.weight", (spec.num_learned_positions, hidden))

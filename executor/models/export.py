@@ -37,6 +37,8 @@ def export(
     that of the config. `beside` is called before config.json is written, to write additional files."""
     folder = Path(out_dir)
     name = _dtype_name(checkpoint.config, dtype)
+    if checkpoint.has_codes and checkpoint.config.get("model_type") == "gpt_oss":
+        raise ExecutorError("model_type: 'gpt_oss' stored as codes found; the export does not dequantize these experts")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         occupied = [path.name for path in folder.iterdir() if path.name == "config.json" or "safetensors" in path.name]

@@ -1,7 +1,7 @@
 """Converts a config.json to a `DecoderSpec`, with one function per family of dense models.
 
-A field that the config omits has the family's own default. A feature of the config that the decoder does not support is
-refused by name, never ignored.
+A field that the config omits has the family's own default, or is refused as missing. A feature of the config that the
+decoder does not support is refused by name, never ignored.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,17 @@ GATE_UP = ("gate_up_proj", (("gate_proj", 1), ("up_proj", 1)))
 
 
 def llama(fields: Fields) -> DecoderSpec:
-    biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
-    return spec_of(fields, uniform_layers(fields), **biases)
+    own = fields.with_defaults(max_position_embeddings=2048)
+    biases = attention_biases(own) | {"mlp_bias": own.flag("mlp_bias", False)}
+    return spec_of(own, uniform_layers(own), **biases)
 
 
 def mistral(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window")))
+    return spec_of(fields, uniform_layers(fields, _mistral_window(fields)))
+
+
+def _mistral_window(fields: Fields) -> int | None:
+    return None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
 
 
 def qwen2(fields: Fields) -> DecoderSpec:
@@ -44,14 +49,13 @@ def gemma2(fields: Fields) -> DecoderSpec:
     are_full = [index % 2 == 1 for index in range(len(layers))]
     return replace(
         _gemma(fields, pick_layers(fields, layers, are_full, window=window)),
-        score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
-        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+        score_cap=None if fields.is_null("attn_logit_softcapping") else fields.number("attn_logit_softcapping", 50.0),
+        logit_cap=None if fields.is_null("final_logit_softcapping") else fields.number("final_logit_softcapping", 30.0),
     )
 
 
 def gemma3(fields: Fields) -> DecoderSpec:
-    fields.only("final_logit_softcapping", None)
-    fields.only("attn_logit_softcapping", None)
+    fields.fixed(final_logit_softcapping=None, attn_logit_softcapping=None)
     pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
     return replace(_gemma(fields, _layers_with_two_ropes(fields, pattern)), qk_norm=True)
 
@@ -77,7 +81,7 @@ def phi3(fields: Fields) -> DecoderSpec:
     section = rope_section(own)
     if (kind := kind_of(section)) not in ("default", "longrope"):
         raise section.error("rope_type", kind, "'default' or 'longrope'")
-    spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window")))
+    spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window"), partial=1.0))
     qkv = ("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)
     return replace(spec, arrangement=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
 
@@ -135,12 +139,12 @@ def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
 
 def ministral(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(max_position_embeddings=4096 * 32)
-    layers, window = uniform_layers(own), own.integer_or_none("sliding_window")
+    layers, window = uniform_layers(own), _mistral_window(own)
     return spec_of(own, pick_layers(own, layers, [window is None] * len(layers), window=window))
 
 
 def ministral3(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144)
+    own = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144, sliding_window=None)
     if "rope_parameters" not in own and "rope_scaling" not in own:
         raise own.error("rope_parameters", None, "an object")
     section = rope_section(own)
@@ -173,11 +177,7 @@ def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
 
 def glm4(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(
-        head_dim=128,
-        rms_norm_eps=1.5625e-7,
-        max_position_embeddings=131072,
-        attention_bias=True,
-        partial_rotary_factor=0.5,
+        head_dim=128, rms_norm_eps=1.5625e-7, max_position_embeddings=131072, attention_bias=True
     )
     norms = (
         (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
@@ -185,10 +185,8 @@ def glm4(fields: Fields) -> DecoderSpec:
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
     arrangement = Arrangement(norms, (GATE_UP,))
-    biased = own.flag("attention_bias", True)
-    return with_neighbours(
-        spec_of(own, uniform_layers(own), sandwich_norms=True, qkv_bias=biased, arrangement=arrangement)
-    )
+    biased, layers = own.flag("attention_bias", True), uniform_layers(own, partial=0.5)
+    return with_neighbours(spec_of(own, layers, sandwich_norms=True, qkv_bias=biased, arrangement=arrangement))
 
 
 def hunyuan_dense(fields: Fields) -> DecoderSpec:
@@ -259,6 +257,8 @@ def spec_of(
     **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
     """Build a spec from the fields that all families share, and check them."""
+    if layers[0].heads is None:
+        fields.only("per_layer_config", None, {})
     names = _ACTIVATIONS[activation]
     fields.only(activation_field, *names, default=names[0])
     num_heads = fields.integer("num_attention_heads")
@@ -292,11 +292,16 @@ def head_dim_of(fields: Fields) -> int:
 
 
 def max_positions_of(fields: Fields) -> int:
-    return fields.integer("max_position_embeddings", 2048)
+    """Return the number of positions: with YaRN `factor` times the original one, if the config has it, as in vLLM."""
+    stated, section = fields.integer("max_position_embeddings"), rope_section(fields)
+    if kind_of(section) != "yarn":
+        return stated
+    extended = section.number_or_zero("original_max_position_embeddings") * section.number("factor")
+    return max(stated, min(int(extended), 2**27))  # the limit of `stated`
 
 
-def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields))
+def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:
+    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields), partial)
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 
@@ -324,6 +329,7 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
     nested = fields.section("rope_parameters") or Fields({})
     local = nested.section("sliding_attention") or Fields({})
     overall = nested.section("full_attention") or fields.section("rope_scaling") or Fields({})
+    nested.no_others()
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
     max_positions = max_positions_of(fields)

@@ -15,15 +15,24 @@ from penstock.executor.moe_spec import MoeSpec
 
 def gemma4(fields: Fields) -> DecoderSpec:
     fields.only("use_bidirectional_attention", None, "vision")
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    fields = fields.with_defaults(rope_parameters={"full_attention": full_rope})
     num_layers = fields.integer("num_hidden_layers")
     are_full = full_layers(fields, "sliding_attention", [index % 6 == 5 for index in range(num_layers)])
+    are_full[-1] = True  # whatever layer_types says
     num_shared = fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers)
     num_own = num_layers - num_shared
     if set(are_full[num_own:]) - set(are_full[:num_own]):
         raise fields.error("num_kv_shared_layers", num_shared, "before those layers one of each kind")
-    heads = tuple(_heads(fields, index, are_full, num_own) for index in range(num_layers))
-    dim_of = {is_full: each.dim for each, is_full in zip(heads, are_full, strict=True)}
-    sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of.get(True, 2))
+    overrides = fields.section("per_layer_config") or Fields({})
+    heads = tuple(_heads(fields, overrides, index, are_full, num_own) for index in range(num_layers))
+    overrides.no_others()
+    sizes = {(is_full, each.dim, each.num_kv) for each, is_full in zip(heads, are_full, strict=True)}
+    if len(sizes) > len(set(are_full)):  # layers of a kind share their RoPE and may share their keys
+        shown = ", ".join(f"{num} heads of {dim}" for _, dim, num in sorted(sizes))
+        raise fields.error("per_layer_config", shown, "the same in all layers of a kind")
+    dim_of = {is_full: dim for is_full, dim, _ in sizes}
+    sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
     window, moe = fields.integer("sliding_window", 512), _moe(fields)
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
@@ -48,7 +57,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
-        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=fields.integer("vocab_size")),
         arrangement=_arrangement(num_own, num_layers),
         **attention_biases(fields),
     )
@@ -56,17 +65,16 @@ def gemma4(fields: Fields) -> DecoderSpec:
     return replace(spec, head_dim=widest.dim, num_kv_heads=widest.num_kv)
 
 
-def _heads(fields: Fields, index: int, are_full: list[bool], num_own: int) -> LayerHeads:
+def _heads(fields: Fields, overrides: Fields, index: int, are_full: list[bool], num_own: int) -> LayerHeads:
     is_full, has_equal = are_full[index], fields.flag("attention_k_eq_v", False)
     dim, num_kv = fields.integer("head_dim", 256), fields.integer("num_key_value_heads", 4)
-    if is_full:  # per_layer_config is written by transformers; published files have the global_ fields
-        whole = fields.section("per_layer_config")
-        own = None if whole is None else whole.section(str(index))
-        dim = fields.integer("global_head_dim", 512) if whole is None else dim
-        if has_equal and whole is None:
-            num_kv = fields.integer("num_global_key_value_heads", num_kv)
-        if own is not None:
-            dim, num_kv = own.integer("head_dim", dim), own.integer("num_key_value_heads", num_kv)
+    if "per_layer_config" in fields:  # written by transformers; published files have the global_ fields
+        own = overrides.section(str(index)) or Fields({})
+        dim, num_kv = own.integer("head_dim", dim), own.integer("num_key_value_heads", num_kv)
+        own.no_others()
+    elif is_full:
+        dim = fields.integer("global_head_dim", 512)
+        num_kv = fields.integer("num_global_key_value_heads", num_kv) if has_equal else num_kv
     if dim % 2:
         raise fields.error("global_head_dim" if is_full else "head_dim", dim, "an even number")
     num_heads = fields.integer("num_attention_heads")

@@ -49,9 +49,7 @@ class MoeMlp:
         if moe.has_bias:
             self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,))
         self._choose = ops.choose_experts
-        shared = None
-        if moe.shared_size:
-            shared = Mlp(spec, moe.shared_size, f"{prefix}{moe.shared_name}.", weights, ops)
+        shared = Mlp(spec, moe.shared_size, f"{prefix}{moe.shared_name}.", weights, ops) if moe.shared_size else None
         layer = sum(before.moe is not None for before in spec.layers[:index])
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared

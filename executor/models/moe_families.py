@@ -39,8 +39,9 @@ _MIXTRAL_NAMES: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("
 
 
 def mixtral(fields: Fields) -> DecoderSpec:
-    spec = mistral(fields)
-    return replace(spec, layers=_sparse(fields, spec.layers, _local_experts(fields, **_MIXTRAL_NAMES)))
+    own = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None)
+    spec = mistral(own)
+    return replace(spec, layers=_sparse(own, spec.layers, _local_experts(fields, **_MIXTRAL_NAMES)))
 
 
 def _local_experts(fields: Fields, **features: Any) -> MoeSpec:
@@ -78,13 +79,9 @@ def deepseek_v3(fields: Fields) -> DecoderSpec:
 def glm4_moe(fields: Fields) -> DecoderSpec:
     """Read GLM-4.5: DeepSeek-V3's experts with grouped-query attention."""
     own = fields.with_defaults(
-        partial_rotary_factor=0.5,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
+        rms_norm_eps=1e-5, max_position_embeddings=131072, first_k_dense_replace=1, n_shared_experts=1
     )
-    layers = _first_dense(own, uniform_layers(own), _deepseek_v3_moe(own))
+    layers = _first_dense(own, uniform_layers(own, partial=0.5), _deepseek_v3_moe(own))
     biases: dict[str, Any] = {"qkv_bias": own.flag("attention_bias", False), "qk_norm": own.flag("use_qk_norm", False)}
     return spec_of(own, layers, **biases)
 
@@ -110,11 +107,9 @@ def minimax_m2(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(rope_theta=5e6, head_dim=128, max_position_embeddings=196608)
     own.fixed(scoring_func="sigmoid", qk_norm_type="per_layer", shared_intermediate_size=0)
     own.fixed(use_qk_norm=True, use_routing_bias=True)
-    if "rotary_dim" in own:
-        share = own.integer("rotary_dim") / own.integer("head_dim")
-        own = own.with_defaults(partial_rotary_factor=share)
+    share = own.integer("rotary_dim", own.integer("head_dim")) / own.integer("head_dim")
     moe = _local_experts(own, scoring="sigmoid", has_bias=True, **_MIXTRAL_NAMES)
-    layers = _sparse(own, uniform_layers(own), moe)
+    layers = _sparse(own, uniform_layers(own, partial=share), moe)
     names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
     return spec_of(own, layers, is_qk_norm_wide=True, arrangement=Arrangement(names))
 
@@ -152,6 +147,7 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
 def gpt_oss(fields: Fields) -> DecoderSpec:
     """Read gpt-oss: every other layer has a window, each head has a sink, and experts are stored as MXFP4."""
     fields.fixed(swiglu_alpha=1.702, swiglu_limit=7.0)
+    fields = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=1.5e5)
     if "rope_parameters" not in fields and "rope_scaling" not in fields:
         raise fields.error("rope_scaling", None, "an object (these models have YaRN)")
     moe = _local_experts(fields, router="router", has_router_bias=True)
@@ -187,13 +183,11 @@ def granite_moe(fields: Fields, shared: int = 0) -> DecoderSpec:
 
 def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
     fields.fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
-    return replace(
-        _deepseek_moe(fields, is_grouped=True),
-        scoring="sigmoid",
-        has_bias=True,
-        renormalize=fields.flag("norm_topk_prob", True),
-        renormalize_eps=1e-20,
-    )
+    moe = _deepseek_moe(fields, is_grouped=True)
+    if moe.num_groups > 1 and moe.num_experts < 2 * moe.num_groups:  # the best two experts of a group rate it
+        raise fields.error("n_group", moe.num_groups, f"at most half of n_routed_experts ({moe.num_experts})")
+    renormalize = fields.flag("norm_topk_prob", True)
+    return replace(moe, scoring="sigmoid", has_bias=True, renormalize=renormalize, renormalize_eps=1e-20)
 
 
 def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
@@ -259,6 +253,7 @@ def shared_expert(fields: Fields, moe: MoeSpec) -> MoeSpec:
 
 
 def qwen_moe(fields: Fields, renormalize: bool = False) -> MoeSpec:
+    fields.fixed(use_sliding_window=False)  # other layers have windows than in the dense models
     return MoeSpec(
         num_experts=_count(fields, "num_experts"),
         top_k=fields.integer("num_experts_per_tok"),

@@ -44,9 +44,9 @@ def qwen3_5_moe(fields: Fields) -> DecoderSpec:
 
 
 def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
-    own = fields.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    own = fields.with_defaults(head_dim=256)
     own.fixed(attention_bias=False)
-    attends, every = uniform_layers(own), own.integer("full_attention_interval", 4)
+    attends, every = uniform_layers(own, partial=0.25), own.integer("full_attention_interval", 4)
     rule = [(index + 1) % every == 0 for index in range(len(attends))]
     layers = pick_layers(own, attends, rule, "linear_attention", recurrent=_delta(own, is_grouped))
     return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=_QWEN)

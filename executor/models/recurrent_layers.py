@@ -31,11 +31,8 @@ class DeltaNet:
             joined = Matrix(f"{prefix}in_proj_ba", 2 * num, "rows", delta.key_heads, pieces=(group, group))
             gates = weights.linear(hidden, joined)
         else:
-            qkv, z = (
-                Matrix(f"{prefix}in_proj_qkv", channels, "rows", sections),
-                Matrix(f"{prefix}in_proj_z", values, "rows"),
-            )
-            self.input = weights.linear(hidden, qkv, z)
+            joined = Matrix(f"{prefix}in_proj_qkv", channels, "rows", sections)
+            self.input = weights.linear(hidden, joined, Matrix(f"{prefix}in_proj_z", values, "rows"))
             gates = weights.linear(hidden, *(Matrix(f"{prefix}in_proj_{part}", num, "rows") for part in "ba"))
         self.takes_narrow, self.takes_normed = self.input.takes_narrow and gates.takes_narrow, False
         self.layer = DeltaLayer(gates, _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections), heads)

@@ -42,14 +42,15 @@ class Rope:
         return replace(self, divisors=chosen, long_divisors=())
 
 
-def read_rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-    """Read the rotation of a model in which all layers have the same."""
+def read_rope(fields: Fields, head_dim: int, max_positions: int, partial: float | None = None) -> Rope:
+    """Read the rotation of a model in which all layers have the same. `partial` is the default for the rotated part of
+    a head; None: the family rotates whole heads."""
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = fields.number("partial_rotary_factor", 1.0)
+    section = section.with_defaults(partial_rotary_factor=fields.number("partial_rotary_factor", partial or 1.0))
     name = "original_max_position_embeddings"
     original = fields.integer(name, low=2) if name in fields else None  # wins over the section's
-    return rope_of(section, theta, head_dim, max_positions, partial, original)
+    return rope_of(section, theta, head_dim, max_positions, original, partial is None)
 
 
 def rope_section(fields: Fields) -> Fields:
@@ -61,23 +62,20 @@ def kind_of(section: Fields) -> str:
 
 
 def rope_of(
-    section: Fields,
-    theta: float,
-    head_dim: int,
-    max_positions: int,
-    partial: float = 1.0,
-    original: int | None = None,
+    section: Fields, theta: float, head_dim: int, max_positions: int, original: int | None = None, is_whole: bool = True
 ) -> Rope:
     """Return the rotation that a `rope_parameters` or `rope_scaling` object describes."""
     kind = kind_of(section)
     if kind not in SUPPORTED:
         raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
-    partial = section.number("partial_rotary_factor", partial)
+    partial = section.number("partial_rotary_factor", 1.0)
     if kind == "proportional":  # pairs are half a head apart, including those that are not rotated
         return Rope(head_dim, theta, "proportional", section.number("factor", 1.0), low=partial)
     dim = int(head_dim * partial)
     if dim % 2 or not 0 < dim <= head_dim:
         raise section.error("partial_rotary_factor", partial, f"an even part of a head's {head_dim} numbers")
+    if is_whole and dim != head_dim:
+        raise section.error("partial_rotary_factor", partial, "1 (models of this family rotate whole heads)")
     if kind == "default":
         return Rope(dim, theta)
     if kind == "linear":
@@ -85,7 +83,7 @@ def rope_of(
     original = original or section.integer("original_max_position_embeddings", max_positions, low=2)
     if kind == "longrope":
         short, long = (section.numbers(f"{name}_factor", dim // 2) for name in ("short", "long"))
-        amplitude = _long_amplitude(section, max_positions, original)
+        amplitude = section.number("attention_factor", _long_amplitude(section, max_positions, original))
         return Rope(dim, theta, "longrope", 1.0, original, amplitude=amplitude, divisors=short, long_divisors=long)
     factor = section.number("factor")
     if kind == "llama3":
@@ -93,6 +91,8 @@ def rope_of(
         if low >= high:
             raise section.error("low_freq_factor", low, f"a number below high_freq_factor ({high})")
         return Rope(dim, theta, "llama3", factor, original, low, high)
+    if theta <= 1:
+        raise section.error("rope_theta", theta, "a number above 1")
     return Rope(
         dim,
         theta,
@@ -101,21 +101,17 @@ def rope_of(
         original,
         low=section.number("beta_slow", 1.0),
         high=section.number("beta_fast", 32.0),
-        amplitude=_yarn_amplitude(section, factor),
+        amplitude=section.number("attention_factor", _yarn_amplitude(section, factor)),
         truncate=section.flag("truncate", True),
     )
 
 
 def _long_amplitude(section: Fields, max_positions: int, original: int) -> float:
-    if "attention_factor" in section:
-        return section.number("attention_factor")
     factor = section.number("factor", max_positions / original)
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_amplitude(section: Fields, factor: float) -> float:
-    if "attention_factor" in section:
-        return section.number("attention_factor")
     if "mscale" in section and "mscale_all_dim" in section:
         return yarn_growth(factor, section.number("mscale")) / yarn_growth(factor, section.number("mscale_all_dim"))
     return yarn_growth(factor, 1.0)

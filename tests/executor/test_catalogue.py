@@ -3,6 +3,7 @@
 import json
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -17,10 +18,10 @@ from tests.support.programs import printed
 from tests.support.small_models import CASES, RECURRENT, config_of
 
 
-def config(case: str) -> dict[str, object]:
+def config(case: str) -> dict[str, Any]:
     """Return the config.json of a small model, without making its weights."""
     made = config_of(*(CASES | RECURRENT)[case])
-    found: dict[str, object] = json.loads(made.to_json_string())
+    found: dict[str, Any] = json.loads(made.to_json_string())
     return {**found, "architectures": [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]}
 
 

@@ -8,18 +8,24 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
+from penstock.executor.loading.fields import Fields
+from penstock.executor.models.registry import ARCHITECTURES
 from penstock.executor.protocol import ExecutorError
+from tests.executor.test_catalogue import config
 from tests.executor.test_models import DIVERSE
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, RECURRENT, folder, randomize
+from tests.support.small_models import CASES, RECURRENT, config_of, folder, randomize
 
 PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
 # Fields that say nothing about what is computed, or that both sides are given by other ways.
@@ -27,6 +33,7 @@ OUTSIDE = {"architectures", "model_type", "transformers_version", "dtype", "use_
 OUTSIDE |= {"attention_dropout", "output_router_logits", "router_aux_loss_coef", "is_decoder", "router_jitter_noise"}
 OUTSIDE |= {"bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "hidden_act"}
 LARGE = {"hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "moe_intermediate_size"}
+SHOWN = {"num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"}  # by tensors
 WRONG: tuple[Any, ...] = ("x", -1, 0, [], {}, True, 1e300, [1])
 
 
@@ -96,6 +103,19 @@ def check_each(case: str, some: list[tuple[str, Any]], tmp_path: Path, recorded:
             failed.append(f"{field}={value!r}: {type(error).__name__}: {str(error)[:150]}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
     assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
+def test_a_config_without_a_field_has_the_settings_that_transformers_reads_from_it(case: str) -> None:
+    kind, given = type(config_of(*(CASES | RECURRENT)[case])), config(case)
+    read_spec = ARCHITECTURES[given["architectures"][0]]
+    for name in ("time_step_limit", "per_layer_config"):  # infinity is no JSON; kinds of layers are turned below
+        given.pop(name, None)
+    without = [{name: given[name] for name in given if name != field} for field in given.keys() - LARGE - SHOWN]
+    for fields in [*without, given | {"layer_types": given.get("layer_types", [])[::-1] or None}]:
+        with suppress(ExecutorError, StrictDataclassError):  # either may refuse
+            normalized = json.loads(kind.from_dict(deepcopy(fields)).to_json_string())
+            assert read_spec(Fields(fields)) == read_spec(Fields(normalized)), given.keys() - fields.keys()
 
 
 @pytest.mark.parametrize("case", DIVERSE)

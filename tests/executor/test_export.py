@@ -66,7 +66,7 @@ def test_the_dtype_is_the_configs_unless_one_is_asked_for(tmp_path: Path) -> Non
         export(checkpoint, tmp_path / "int8", "int8")  # type: ignore[arg-type]
 
 
-def test_a_folder_that_holds_a_model_or_cannot_be_made_is_not_written_to(tmp_path: Path) -> None:
+def test_codes_of_gpt_oss_and_folders_with_a_model_or_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf"))
     export(checkpoint, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -77,6 +77,9 @@ def test_a_folder_that_holds_a_model_or_cannot_be_made_is_not_written_to(tmp_pat
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ExecutorError, match=r"model\.gguf: the export could not be written"):
         export(checkpoint, tmp_path / "model.gguf")
+    for name in ("mxfp4/gpt-oss", "gguf/gpt-oss"):
+        with pytest.raises(ExecutorError, match="'gpt_oss' stored as codes found; the export does not dequantize"):
+            export(open_checkpoint(stored(name)[0]), tmp_path / "gpt-oss")
 
 
 def test_others_may_read_an_export_and_its_config_comes_last(tmp_path: Path) -> None:

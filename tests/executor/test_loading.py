@@ -195,6 +195,8 @@ def test_dummy_tensors_differ_and_their_rows_do_too() -> None:
 
 def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(model: Path) -> None:
     assert refusal(model, max_model_len=257) == "max_model_len: 257 given; the model's positions end at 256"
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}}
+    assert "801 given; the model's positions end at 800" in refusal(model, hf_overrides=yarn, max_model_len=801)
     message = refusal(model, max_model_len=200, kv_cache_bytes=100_000)  # 12288 bytes a block
     assert "max_model_len: 200 given" in message and "one request of 112 tokens" in message
     assert "at least 2 are needed" in refusal(model, kv_cache_bytes=20_000)

@@ -25,21 +25,14 @@ UP = "model.layers.0.mlp.up_proj"
 def test_a_config_that_is_not_computed_is_refused_by_field(
     name: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    path = copied(name, tmp_path / "model")
+    path = copied(stored(name)[0], tmp_path / "model")
+    if "quantization_config" in changes:  # the row has the entries that differ
+        old = json.loads((path / "config.json").read_text()).get("quantization_config", {})
+        changes = {"quantization_config": old | changes["quantization_config"]}
     edit_config(path, **changes)
     message = refusal(path)
     assert has_words(message, words.replace("PATH", str(path))), message
-
-
-@pytest.mark.parametrize(("name", "changes", "words"), REFUSED["schemes"])
-def test_schemes_of_quantization_that_are_not_computed_are_refused_by_field(
-    name: str, changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    path = copied(stored(name)[0], tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    edit_config(path, quantization_config=config["quantization_config"] | changes)
-    message = refusal(path)
-    assert has_words(message, words) and len(message) < 400, message
+    assert len(message) < 400 or "architectures" in changes, message
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), REFUSED["tensors"])
