@@ -160,15 +160,15 @@ class Tools:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
         answer continues. `prompt`: token ids, int32. Unless `holds_optional`, optional calls are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        holds = self._config.constrain_auto_tools and holds_optional
-        is_held = calls is not None and (calls.must or wanted is not None or holds)
+        holds = holds_optional and (self._config.constrain_auto_tools or wanted is not None)
+        is_held = calls is not None and (calls.must or holds)
         shows = request.include_reasoning is not False
         outputs = self._constraint(calls if is_held else None, wanted, thought)
         return ReadingPlan(calls, thought, is_held, shows), outputs
 
-    def key(self, calls: Calls) -> bytes:
-        """Return the key of these calls in `unheld`."""
-        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions])).digest()
+    def key(self, calls: Calls, wanted: StructuredOutputs | None) -> bytes:
+        """Return the key of these calls, beside a format of the answer, in `unheld`."""
+        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions, wanted])).digest()
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
         """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
