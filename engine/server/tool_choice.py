@@ -29,7 +29,7 @@ from penstock.engine.text.tools.call_kinds import Calls, ToolSpec, tokens_in
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
-# Types that a tool's arguments must not have; the grammar compiler refuses unknown types.
+# Types that a tool's arguments must not have; an unknown type stands for an object.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
 log = logging.getLogger("penstock.engine")
 
@@ -238,6 +238,7 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    if given.get("type", "object") in NOT_OBJECTS:
-        raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
+    types = given.get("type", "object")
+    if all(each in NOT_OBJECTS for each in (types if isinstance(types, list) else [types])):
+        raise InvalidRequest(f"{field}.type", f"{clip(str(types))!r}; arguments are an object")
     return given
