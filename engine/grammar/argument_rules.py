@@ -7,21 +7,22 @@
 
 Properties are written in the schema's order. If the schema names properties, no others are allowed. A keyword that the
 grammar cannot enforce in a spelling is refused for a strict function and ignored for any other function. The `format`
-of a string that is not written as JSON is an annotation.
+of a string that is not written as JSON is an annotation. A schema that is invalid or too large is always refused.
 """
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, NoReturn, TypedDict
+
+import msgspec
 
 from penstock.engine.grammar.json_schema import lark_json, prepared
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
-from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.tools.arguments import Parameters, kinds, target, typed
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest
+from penstock.engine.text.tools.arguments import ALL, Parameters, followed, kinds, target, typed
 from penstock.engine.text.tools.call_kinds import ToolFormat, ToolSpec
-from penstock.engine.text.tools.scan import MAX_DEPTH
 
 # One space after comma and colon, as chat templates print JSON. With whitespace fixed, the model has no meaningless
 # choice, and the grammar can force these tokens instead of sampling them.
@@ -37,20 +38,29 @@ _UNHELD = {
     | {"dependencies", "dependentRequired", "dependentSchemas"},
 }
 _OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+# The keywords that rules are built from, with the type of their values. llguidance checks values written as JSON.
+_USED: dict[str, Any] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), Annotated[int, msgspec.Meta(ge=0)]),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "enum"), Annotated[list[Any], msgspec.Meta(min_length=1)]),
+    "type": str | Annotated[list[str], msgspec.Meta(min_length=1)],
+    "properties": dict[str, Any],
+    "required": list[str],
+    "$ref": str,
+}
+_Keywords: Any = TypedDict("_Keywords", _USED, total=False)  # type: ignore[misc]
+_RESTRICTING = _OF_NUMBERS.union(_USED, *_UNHELD.values(), ("items", "additionalProperties")) - {"type"}
+_SHARED = 8  # only a part of a rule's length is counted, because many values have equal rules, which are shared
 # First characters of values that the parser of the answer would not read as a string.
-_BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
+_BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": r"\-0-9", "number": r"\-0-9"}
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # property names if the schema names none
-_ROOT = "arguments"  # the key in `$defs` under which a part of the schema refers to the whole schema
 
 
 def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: int) -> str:
     """Add the rule for the arguments of a function, without the text that encloses them, and return its name. `index`
     is the function's position among the request's functions."""
     if form.parameters is None:
-        schema = {**function.parameters}
-        if not function.is_strict or "type" not in schema:
-            schema["type"] = "object"
-        return rules.shared(lark_json(prepared(schema, "tools", function.name), **_options(function)))
+        schema = prepared({**function.parameters, "type": "object"}, "tools", function.name)
+        return rules.shared(lark_json(schema, **_options(function)))
     kind = {"": _Tagged, '"': _Python}.get(form.parameters.quote, _Quoted)
     return rules.shared(kind(rules, form, function, f"value_{index}").all())
 
@@ -69,18 +79,20 @@ class _Arguments(ABC):
         assert form.parameters is not None
         self._rules, self._form, self._function, self._prefix = rules, form, function, prefix
         self._parameters: Parameters = form.parameters
-        self._root = prepared({"type": "object", **function.parameters}, "tools", function.name)
+        root = prepared({**function.parameters, "type": "object"}, "tools", function.name)
+        self._root = {name: inner for name, inner in root.items() if name not in ("$id", "id")}
+        self._num_chars = 0
 
     def all(self) -> str:
         """Return the Lark expression for all arguments."""
-        schema = self._root
-        for _ in range(MAX_DEPTH):  # bounded, because a chain of references may be circular
-            schema = self._target(schema["$ref"]) if "$ref" in schema else schema
+        *references, schema = map(self._checked, followed(self._root))
+        for reference in references:
+            self._check(reference, _RESTRICTING - {"$ref"}, "$ref: beside ")
         parameters = self._parameters
         return self._object(schema, parameters.before_key, parameters.before_value, parameters.join)
 
     def _object(self, schema: Mapping[str, Any], before_key: str, colon: str, join: str) -> str:
-        self._check(schema, "object")
+        self._check(schema, _UNHELD["object"])
         text, pairs = self._rules.text, []
         properties, required = schema.get("properties", {}), schema.get("required", ())
         others = schema.get("additionalProperties", True)
@@ -110,65 +122,102 @@ class _Arguments(ABC):
     def _value(self, schema: Any) -> str:
         """Return the Lark expression for one value and the text that closes it."""
 
-    def _branches(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the alternatives of a schema. A reference is followed only once, because references may be circular."""
-        if not isinstance(schema, dict):
-            if schema is False:
-                self._refuse("false")
-            schema = {}
-        union = next((name for name in ("anyOf", "oneOf", "allOf") if name in schema), "")
-        if "$ref" in schema:
-            if schema["$ref"] not in seen:
-                seen.add(schema["$ref"])
-                yield from self._branches(self._target(schema["$ref"]), seen)
-        elif union:
-            is_exact = union == "anyOf" or len(schema[union]) == 1 or self._function.coerce_one_of
-            if not is_exact or schema.keys() - {union, "discriminator", "type"}:
-                self._refuse(f"{union}: beside other keywords, or not exactly")
-            for member in schema[union]:
-                yield from self._branches(member, seen)
-        else:
-            yield schema
+    def _branches(self, schema: Any) -> Iterator[dict[str, Any]]:
+        """Yield the alternatives of a schema, each with a list of its types and, if it has a const, with an enum. A
+        reference is followed only once, because references may be circular."""
+        pending, seen = [(schema, ALL)], set[tuple[str, frozenset[str]]]()
+        while pending:
+            schema, types = pending.pop()
+            schema = self._checked(schema)
+            types = types & kinds(schema, None) if "type" in schema else types
+            head = next((name for name in ("enum", "const", "anyOf", "oneOf", "allOf", "$ref") if name in schema), "")
+            if head:
+                self._check(schema, _RESTRICTING - {head}, f"{head}: beside ")
+            if head == "$ref":
+                following = [] if (schema[head], types) in seen else [self._target(schema[head])]
+                seen.add((schema[head], types))
+            elif head in ("anyOf", "oneOf", "allOf"):
+                following = schema[head]
+                if head != "anyOf" and len(following) > 1 and not (head == "oneOf" and self._function.coerce_one_of):
+                    self._refuse(f"{head}: not exactly")
+            else:
+                following, branch = [], {**schema, "type": sorted(types - {"integer"} if "number" in types else types)}
+                if head:
+                    values = schema[head] if head == "enum" else [schema[head]]
+                    branch["enum"] = [value for value in values if kinds({"const": value}, None) <= types]
+                yield branch
+            pending += [(each, types) for each in reversed(following)]
+
+    def _checked(self, schema: Any) -> dict[str, Any]:
+        """Return the schema; raise InvalidRequest if a keyword from which a rule is built has a value of a wrong type."""
+        if schema is False:
+            self._refuse("false")
+        checked: dict[str, Any] = {} if isinstance(schema, bool) else schema
+        try:
+            found: dict[str, Any] = msgspec.convert(checked, _Keywords)
+        except msgspec.ValidationError as error:
+            self._raise(str(error))
+        self._count(16 + sum(16 * len(value) for value in found.values() if isinstance(value, (dict, list))))
+        names = found.get("type", [])
+        if unknown := set([names] if isinstance(names, str) else names) - ALL:
+            self._refuse(f"type: {min(unknown)[:100]!r}")
+        return checked
+
+    def _count(self, num_chars: int) -> None:
+        """Count what a rule is built from. References can make a small schema a large grammar, or a long computation."""
+        self._num_chars += num_chars
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            self._raise(f"its grammar would have more than {MAX_GRAMMAR_CHARS} characters")
+
+    def _raise(self, what: str) -> NoReturn:
+        raise InvalidRequest("tools", f"{self._function.name}: {what}")
 
     def _target(self, reference: str) -> Any:
         found = target(reference, self._root)
-        if not isinstance(found, dict) or not reference.startswith("#"):
+        if found is None:
             self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
-            return {}
-        return found
+        return {} if found is None else found
 
-    def _check(self, schema: Mapping[str, Any], kind: str) -> None:
-        if unheld := schema.keys() & _UNHELD[kind]:
-            self._refuse(min(unheld))
+    def _check(self, schema: Mapping[str, Any], unheld: frozenset[str], where: str = "") -> None:
+        if found := schema.keys() & unheld:
+            self._refuse(where + min(found))
 
     def _refuse(self, what: str) -> None:
         if self._function.is_strict:
-            raise InvalidRequest(
-                "tools", f"{self._function.name}: {what}: calls of {self._form.name} are not held to that"
-            )
-
-    def _types(self, branch: Mapping[str, Any]) -> list[str]:
-        found = kinds(branch, self._root)
-        return sorted(found - {"integer"} if "number" in found else found)
+            self._raise(f"{what}: calls of {self._form.name} are not held to that")
 
     def _json(self, branch: Mapping[str, Any], kind: str) -> str:
         """Return the name of a rule for a value of this type, written as JSON."""
-        branch = {**branch, "type": kind}
-        schema = _moved(branch)
-        if schema != branch:  # the branch has references, which are relative to the whole schema
-            root = {name: inner for name, inner in self._root.items() if name not in ("$id", "id")}
-            schema["$defs"] = {_ROOT: _moved(root)}
-        return self._rules.shared(lark_json(schema, **_options(self._function)))
+        places: dict[str, str] = {}  # reference, relative to the whole schema → reference to the definition here
+        schema, definitions = _moved({**branch, "type": kind}, places), dict[str, Any]()
+        while len(definitions) < len(places):  # definitions may have references as well
+            for reference in [*places][len(definitions) :]:
+                definitions[str(len(definitions))] = _moved(self._target(reference), places)
+        if definitions:
+            schema["$defs"] = definitions
+        text = lark_json(schema, **_options(self._function))
+        self._count(len(text) // _SHARED)
+        return self._rules.shared(text)
+
+    def _one_of(self, ways: Iterable[str]) -> str:
+        """Return the Lark expression for the ways to write a value; for any value if there are none."""
+        found = " | ".join(dict.fromkeys(ways))
+        if not found:
+            self._refuse("none of the values can be written")
+            return self._value({})
+        self._count(len(found))
+        return f"({found})"
 
     def _until(self, pattern: str, mark: str) -> str:
         """Return the name of a rule for text of this pattern, up to and including a mark."""
         behind = self._rules.text(mark)
+        self._count(len(pattern) // _SHARED)
         terminal = self._rules.shared(f"{pattern} & ~/{ANY}{escaped(mark)}{ANY}/", is_terminal=True)
         return self._rules.shared(f"{terminal} {behind}", is_lazy=behind.startswith('"'))
 
     def _text(self, branch: Mapping[str, Any]) -> str:
         """Return the regular expression of a string that is not written as JSON."""
-        self._check(branch, "string")
+        self._check(branch, _UNHELD["string"])
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
         if max(low, high or 0) > _MAX_LENGTH:
             self._refuse(f"a length above {_MAX_LENGTH}")
@@ -188,15 +237,15 @@ class _Tagged(_Arguments):
         ways: list[str] = []
         patterns: list[str] = []
         excluded = set(wanted & {"array", "object"})
-        for branch in self._branches(schema, set()):
-            if (values := _values(branch)) is not None:
+        for branch in self._branches(schema):
+            if (values := branch.get("enum")) is not None:
                 texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
                 texts = {text: value for text, value in texts.items() if json.loads(typed(text, wanted)) == value}
                 words = [escaped(text) for text, value in texts.items() if isinstance(value, str) and mark not in text]
                 patterns += [f"({'|'.join(words)})"] if words else []
                 ways += [f"{json.dumps(text)} {behind}" for text in texts if not isinstance(texts[text], str)]
                 continue
-            for kind in self._types(branch):
+            for kind in branch["type"]:
                 if kind == "string":
                     patterns.append(self._text(branch))
                     continue
@@ -209,10 +258,7 @@ class _Tagged(_Arguments):
         for pattern in dict.fromkeys(patterns):
             text = self._until(f"/{pattern}{line}/{without}", mark)
             ways.append(f"{text} {self._rules.text(closer[len(closer.rstrip()) :])}")
-        if not ways:
-            self._refuse("enum: none of the values can be written")
-            return self._value({})
-        return f"({' | '.join(dict.fromkeys(ways))})"
+        return self._one_of(ways)
 
 
 class _Python(_Arguments):
@@ -222,15 +268,15 @@ class _Python(_Arguments):
 
     def _value(self, schema: Any) -> str:
         ways: list[str] = []
-        for branch in self._branches(schema, set()):
-            if (values := _values(branch)) is not None:
+        for branch in self._branches(schema):
+            if (values := branch.get("enum")) is not None:
                 texts = (str(value) if value in (True, False, None) else json.dumps(value) for value in values)
                 ways += map(json.dumps, texts)
                 continue
-            for kind in self._types(branch):
+            for kind in branch["type"]:
                 words = {"boolean": '"True" | "False"', "null": '"None"'}.get(kind)
                 ways.append(words or self._json(branch, kind))
-        return f"({' | '.join(dict.fromkeys(ways))})"
+        return self._one_of(ways)
 
 
 class _Quoted(_Arguments):
@@ -238,34 +284,36 @@ class _Quoted(_Arguments):
 
     key = r"[^\s,:=(){}\[\]<>'\"\\]+"
 
-    def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
-        super().__init__(rules, form, function, prefix)
+    def all(self) -> str:
         self._known: dict[str, str] = {}  # schema as JSON → name of its rule
+        self._pending: list[tuple[str, Any]] = []  # rules to build, with their schemas; each may add others
+        arguments = super().all()
+        for name, schema in self._pending:
+            ways = dict.fromkeys(way for branch in self._branches(schema) for way in self._ways(branch))
+            self._rules.lines.append(f"{name}: {self._one_of(ways)}")
+        return arguments
 
     def _value(self, schema: Any) -> str:
         key = json.dumps(schema, sort_keys=True)
-        if key not in self._known:  # registered before the body is built, which may refer to the same rule
-            name = self._known[key] = f"{self._prefix}_{len(self._known)}"
-            ways = dict.fromkeys(way for branch in self._branches(schema, set()) for way in self._ways(branch))
-            self._rules.lines.append(f"{name}: {' | '.join(ways)}")
+        if key not in self._known:
+            self._known[key] = f"{self._prefix}_{len(self._known)}"
+            self._pending.append((self._known[key], schema))
         return self._known[key]
 
     def _ways(self, branch: Mapping[str, Any]) -> Iterator[str]:
         quote = self._parameters.quote
-        if (values := _values(branch)) is not None:
+        if (values := branch.get("enum")) is not None:
             yield from (self._rules.text(self._written(value)) for value in values if quote not in str(value))
             return
-        for kind in self._types(branch):
+        for kind in branch["type"]:
             if kind == "string":
                 yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
             elif kind == "array":
-                self._check(branch, "array")
-                item, low, high = (
-                    self._value(branch.get("items", True)),
-                    branch.get("minItems", 0),
-                    branch.get("maxItems"),
-                )
+                self._check(branch, _UNHELD["array"])
+                item, low = self._value(branch.get("items", True)), branch.get("minItems", 0)
+                high = branch.get("maxItems")
                 more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+                more = "" if low <= 1 == high else more  # llguidance refuses to repeat nothing
                 yield '"[" "]"' if high == 0 else f'"[" ({item} {more}){"" if low else "?"} "]"'
             elif kind == "object":
                 yield f'"{{" {self._object(branch, "", ":", ",")} "}}"'
@@ -282,22 +330,17 @@ class _Quoted(_Arguments):
         return json.dumps(value)
 
 
-def _moved(schema: Any) -> Any:
-    """Return a copy with the references rewritten for a schema that is stored under `$defs`."""
+def _moved(schema: Any, places: dict[str, str]) -> Any:
+    """Return a copy with the references rewritten, each to its own place under `$defs`; new ones are added."""
     if isinstance(schema, list):
-        return [_moved(member) for member in schema]
+        return [_moved(member, places) for member in schema]
     if not isinstance(schema, Mapping):
         return schema
     found = {}
     for name, inner in schema.items():
-        if name == "$ref" and isinstance(inner, str) and inner.startswith("#"):
-            found[name] = f"#/$defs/{_ROOT}{inner[1:]}"
+        if name == "$ref" and isinstance(inner, str):
+            found[name] = places.setdefault(inner, f"#/$defs/{len(places)}")
         else:
             is_data = name == "enum" and isinstance(inner, list)
-            found[name] = inner if is_data else _moved(inner)
-    return found
-
-
-def _values(branch: Mapping[str, Any]) -> list[Any] | None:
-    found: list[Any] | None = branch.get("enum", [branch["const"]] if "const" in branch else None)
+            found[name] = inner if is_data else _moved(inner, places)
     return found

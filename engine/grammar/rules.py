@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, prepared
-from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
 
 ANY = r"(.|\n)*"
@@ -31,7 +31,12 @@ class Rules:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def lark(self, start: str) -> str:
-        return "\n".join(["%llguidance {}", f"start: {start}", *self.lines, f"TEXT: /{ANY}/", f"BLANK: /{BLANK}/"])
+        """Return the whole grammar; raise InvalidRequest if calls make it too large."""
+        text = "\n".join(["%llguidance {}", f"start: {start}", *self.lines, f"TEXT: /{ANY}/", f"BLANK: /{BLANK}/"])
+        if self._shared and len(text) > MAX_GRAMMAR_CHARS:
+            what = f"their grammar would have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
+            raise InvalidRequest("tools", what)
+        return text
 
     def shared(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
         """Return the name of a rule with this body, adding it if it is new. Functions share equal rules: with a hundred

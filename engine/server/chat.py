@@ -78,19 +78,21 @@ async def ask(
         await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
         return plan
 
-    if calls is None or calls.must or wanted is not None or any(each.is_strict for each in calls.functions):
+    if calls is None or calls.must or any(each.is_strict for each in calls.functions):
         return await begin(holds_optional=True)
-    # The client did not request a grammar, so if the grammar is refused, optional calls are not constrained.
-    key = tools.key(calls)
+    # The client did not request a grammar of calls, so if it is refused, optional calls are not constrained.
+    key = tools.key(calls, wanted)
     if key not in tools.unheld:
         try:
             return await begin(holds_optional=True)
         except InvalidRequest as refusal:
             if refusal.field != "tools":
                 raise
-            tools.remember_unheld(key, calls, refusal)
             service.forget(call)
             call.answers = []
+            plan = await begin(holds_optional=False)  # names the format if that is what is refused
+            tools.remember_unheld(key, calls, refusal)
+            return plan
     return await begin(holds_optional=False)
 
 

@@ -29,7 +29,7 @@ from penstock.engine.text.tools.call_kinds import Calls, ToolSpec, tokens_in
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
-# Types that a tool's arguments must not have; the grammar compiler refuses unknown types.
+# Types that a tool's arguments must not have; an unknown type stands for an object.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
 log = logging.getLogger("penstock.engine")
 
@@ -158,15 +158,15 @@ class Tools:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
         answer continues. `prompt`: token ids, int32. Unless `holds_optional`, optional calls are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        holds = self._config.constrain_auto_tools and holds_optional
-        is_held = calls is not None and (calls.must or wanted is not None or holds)
+        holds = holds_optional and (self._config.constrain_auto_tools or wanted is not None)
+        is_held = calls is not None and (calls.must or holds)
         shows = request.include_reasoning is not False
         outputs = self._constraint(calls if is_held else None, wanted, thought)
         return ReadingPlan(calls, thought, is_held, shows), outputs
 
-    def key(self, calls: Calls) -> bytes:
-        """Return the key of these calls in `unheld`."""
-        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions])).digest()
+    def key(self, calls: Calls, wanted: StructuredOutputs | None) -> bytes:
+        """Return the key of these calls, beside a format of the answer, in `unheld`."""
+        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions, wanted])).digest()
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
         """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
@@ -236,6 +236,7 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    if given.get("type", "object") in NOT_OBJECTS:
-        raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
+    types = given.get("type", "object")
+    if all(each in NOT_OBJECTS for each in (types if isinstance(types, list) else [types])):
+        raise InvalidRequest(f"{field}.type", f"{clip(str(types))!r}; arguments are an object")
     return given

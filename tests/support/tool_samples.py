@@ -25,7 +25,7 @@ WEATHER = ToolSpec(
         "additionalProperties": False,
     },
 )
-CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
+CLOCK = ToolSpec("clock", {"type": ["object", "null"], "properties": {}, "additionalProperties": False})
 # The formats that have objects as calls, and what each makes of one call, and of two.
 FORMATS: dict[str, ToolFormat] = {
     name: FORMS[name] for name in ("hermes", "llama3_json", "mistral", "mistral with args", "qwen2_5_coder")

@@ -3,6 +3,7 @@
 Each character is read a bounded number of times, and the result does not depend on how the text is split.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -68,40 +69,48 @@ class Parameters(NamedTuple):
 
 def kinds(schema: Any, root: Any) -> frozenset[str]:
     """Return the JSON types of the values that a schema accepts."""
-    return _kinds(schema, root, set()) & ALL or ALL
-
-
-def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
-    """Return the type names in a schema. `seen` holds the references already followed, since they may be circular."""
-    if not isinstance(schema, Mapping):
-        return ALL
-    if isinstance(given := schema.get("type"), (str, list)):
-        names = frozenset((given,) if isinstance(given, str) else map(str, given))
-        return names | {"integer"} if "number" in names else names
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(_TYPES[type(value)] for value in values)
-    for several in ("anyOf", "oneOf", "allOf"):
-        if isinstance(members := schema.get(several), list) and members:
-            members = members[:1] if several == "allOf" else members
-            return frozenset().union(*(_kinds(member, root, seen) for member in members))
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return ALL
-    if reference in seen:
-        return frozenset()
-    seen.add(reference)
-    return _kinds(target(reference, root), root, seen)
+    names, pending = set[str](), [schema]
+    seen = set[str]()  # the references already followed, since they may be circular
+    while pending:
+        schema = pending.pop()
+        if not isinstance(schema, Mapping):
+            return ALL
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        several = next((name for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), "")
+        reference = schema.get("$ref")
+        if isinstance(given := schema.get("type"), (str, list)):
+            given = [given] if isinstance(given, str) else [*map(str, given)]
+            names.update(given, ["integer"] if "number" in given else [])
+        elif isinstance(values, list):
+            names.update(_TYPES[type(value)] for value in values)
+        elif several:
+            pending += schema[several][: 1 if several == "allOf" else None]
+        elif not isinstance(reference, str):
+            return ALL
+        elif reference not in seen:
+            seen.add(reference)
+            pending.append(target(reference, root))
+    return ALL & names or ALL
 
 
 def target(reference: str, root: Any) -> Any:
     """Return the part of a schema that a reference such as "#/$defs/a" names, or None."""
-    found = root
-    for part in unquote(reference).split("/")[1:]:
+    start, *parts = unquote(reference).split("/")
+    found = root if start == "#" else None
+    for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        if isinstance(found, list) and name.isdecimal() and len(name) < 10 and int(name) < len(found):
             found = found[int(name)]
         else:
             found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def followed(root: Any) -> list[Any]:
+    """Return a schema and those to which its references lead, up to the one that is in force or to a bound."""
+    found = [root]
+    while len(found) < MAX_DEPTH and isinstance(following := target(str(found[-1].get("$ref")), root), Mapping):
+        found.append(following)
     return found
 
 
@@ -114,20 +123,16 @@ def typed(text: str, wanted: Collection[str]) -> str:
         is_number = "number" in wanted or ("integer" in wanted and "string" not in wanted)
         if is_number and _NUMBER.fullmatch(body):
             return body  # without decoding, because it may be too large for a float
-        try:
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             kind = _TYPES[type(msgspec.json.decode(body))]
             if kind in wanted and kind != "string":
                 return body
-        except (msgspec.DecodeError, RecursionError):
-            pass
         if body[:1] in ("{", "[") and "string" not in wanted:  # some templates print lists and objects in Python syntax
             source = Source(body)
-            try:
+            with contextlib.suppress(Malformed, msgspec.DecodeError, RecursionError):
                 is_done = next(literals(source, '"', ""), True)
                 if is_done and source.at == len(body) and msgspec.json.decode("".join(source.json)) is not None:
                     return "".join(source.json)
-            except (Malformed, msgspec.DecodeError, RecursionError):
-                pass
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -138,7 +143,8 @@ def _inside(text: str) -> str:
 
 def tagged(source: Source, parameters: Parameters, schema: Mapping[str, Any], end: str) -> Wait[None]:
     """Read arguments whose values are text between marks, up to `end`; the schema determines their types."""
-    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    form = followed(schema)[-1]
+    properties, others = form.get("properties"), form.get("additionalProperties")
     before = "{"
     while True:
         place = yield from source.sign()

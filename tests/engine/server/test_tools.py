@@ -113,6 +113,8 @@ def test_optional_calls_of_a_tool_that_no_grammar_expresses_are_held_to_nothing(
     tools = [*TOOLS, tool(name="odd", parameters=ODD[kind])]
     assert qwen.chat(messages=MESSAGES, tools=tools).status_code == 200
     assert grammar_of(qwen) is None
+    qwen.chat(messages=MESSAGES, tools=tools, response_format={"type": "json_object"})
+    assert "answer: %json" in (grammar_of(qwen) or ""), "the format is held all the same"
     answer = qwen.chat(messages=MESSAGES, tools=tools, tool_choice="required")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 

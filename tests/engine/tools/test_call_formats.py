@@ -21,20 +21,18 @@ from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.refusals import cases, hardest
-from tests.support.tool_samples import ids_of, lark_matcher, read, verdict
+from tests.support.tool_samples import CLOCK, ids_of, lark_matcher, read, verdict
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
 TRIP, TREE = (ToolSpec(name, DATA[name]) for name in ("trip", "tree"))
 FREE = ToolSpec("free", {"type": "object"})
-CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
-ROUND = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "null"}]}
-ROUNDABOUT = ToolSpec("round", {"type": "object", "properties": {"a": ROUND}, "$defs": {"a": ROUND}})
 TOOLS = [TRIP, TREE, FREE, CLOCK]
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 SAMPLE, SHORT, WRONG = ([(name, given) for name, given in DATA[key]] for key in ("sample", "short", "wrong calls"))
 BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
 NAMED = [name for name, form in FORMS.items() if isinstance(form, NamedCalls)]
 NEW = pytest.mark.parametrize("name", NAMED)
+SPELLED = pytest.mark.parametrize("name", [name for name in NAMED if FORMS[name].parameters is not None])
 KINDS = ("hermes", "deepseek_v3", "qwen3_coder", "glm45", "minimax_m2", "gemma4", "lfm2")  # one format of each kind
 CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
@@ -224,20 +222,23 @@ def test_the_schema_says_what_a_text_means(text: str, schema: dict[str, Any], me
     assert json.loads(typed(text, kinds(schema, root))) == meant
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, form in FORMS.items() if isinstance(form, NamedCalls) and form.parameters is not None]
-)
-def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_not(name: str) -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "anyOf": [{"required": ["a"]}, {"properties": {"a": {"minimum": 0}}}],
-    }
+@SPELLED
+@pytest.mark.parametrize(("parameters", "what", "arguments"), cases(__file__, "schemas beyond a grammar"))
+def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_not(
+    name: str, parameters: dict[str, Any], what: str, arguments: dict[str, Any]
+) -> None:
     tool = ToolSpec("f", parameters)
-    with pytest.raises(InvalidRequest, match=f"tools: f: anyOf: calls of {FORMS[name].name} are not held to that"):
+    with pytest.raises(InvalidRequest, match=f"tools: f: {what}: calls of {FORMS[name].name} are not held to that"):
         matcher(name, False, calls_for(name, must=True, tools=[tool]))
     loose = matcher(name, False, calls_for(name, must=True, tools=[tool._replace(is_strict=False)]))
-    assert accepts(name, loose, False, WRITERS[name]([("f", {"a": 1})]))
+    assert accepts(name, loose, False, WRITERS[name]([("f", arguments)]))
+
+
+@SPELLED
+@pytest.mark.parametrize(("parameters", "what"), cases(__file__, "schemas without a grammar"))
+def test_an_invalid_or_too_large_schema_is_refused_even_if_not_strict(name: str, parameters: Any, what: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"tools: {what}"):
+        matcher(name, False, calls_for(name, tools=[ToolSpec("f", parameters, is_strict=False)]))
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), json.loads(Path(__file__).with_name("habits.json").read_text()))
@@ -248,11 +249,14 @@ def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: 
         assert content == ("" if calls else text)
 
 
-@BY_FORMAT
-def test_a_schema_that_leads_back_to_itself_on_two_ways_is_followed_once(name: str) -> None:
-    first = matcher(name, False, calls_for(name, must=True, tools=[ROUNDABOUT]))
-    assert accepts(name, first, False, WRITERS[name]([("round", {"a": None})]))
-    assert not accepts(name, first, False, WRITERS[name]([("round", {"a": 1})]))
+@pytest.mark.parametrize("name", hardest(WRITERS, *KINDS))
+@pytest.mark.parametrize(("parameters", "right", "wrong"), cases(__file__, "schemas with references"))
+def test_a_schema_is_enforced_wherever_its_references_lead(name: str, parameters: Any, right: Any, wrong: Any) -> None:
+    calls = calls_for(name, must=True, tools=[ToolSpec("f", parameters)])
+    first = matcher(name, False, calls)
+    assert accepts(name, first, False, WRITERS[name]([("f", right)]))
+    assert not accepts(name, first, False, WRITERS[name]([("f", wrong)]))
+    assert called(read([WRITERS[name]([("f", right)])], calls, certain=True)[2]) == [("f", right)]
 
 
 @pytest.mark.parametrize("name", ["glm45", "minimax_m2", "qwen3_coder", "seed_oss"])
