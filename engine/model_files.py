@@ -7,7 +7,6 @@ but no pickle files and no code from a model folder.
 
 import importlib.util
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,7 +139,7 @@ def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
     config = read_json(path / "config.json")
     _refuse_code(config, str(path))
     if need_weights:
-        _refuse_missing_weights((file.name for file in path.iterdir()), str(path))
+        _refuse_missing_weights(path)
     return ModelFiles(name, path, "hf", config)
 
 
@@ -159,17 +158,17 @@ def _refuse_code(config: dict[str, Any], where: str) -> None:
         )
 
 
-def _refuse_missing_weights(names: Iterable[str], where: str) -> None:
-    names = list(names)
+def _refuse_missing_weights(folder: Path) -> None:
+    names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".safetensors") for name in names):
         return
     pickled = sorted(name for name in names if name.endswith(PICKLED))
     if pickled:
         raise ModelError(
-            f"model: {where} has its weights only as pickle ({pickled[0]}), which can run code when it is loaded; "
+            f"model: {folder} has its weights only as pickle ({pickled[0]}), which can run code when it is loaded; "
             "use a repository with *.safetensors, or convert the weights once with `save_pretrained`"
         )
-    raise ModelError(f"model: {where} has no *.safetensors file")
+    raise ModelError(f"model: {folder} has no *.safetensors file")
 
 
 def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:

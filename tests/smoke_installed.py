@@ -26,7 +26,7 @@ def main() -> None:
     )
     from penstock.engine.http.page.document import document
 
-    assert document().body.startswith(b"<!doctype html>")  # all their files are there
+    assert bytes(document().body).startswith(b"<!doctype html>")  # all their files are there
     assert "torch" not in sys.modules
 
     [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")

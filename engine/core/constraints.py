@@ -81,9 +81,7 @@ class Constraints:
     def begin_masks(self) -> None:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
         pass."""
-        rows = None if self._filler is None else self._masked_rows()
-        if rows is not None:
-            assert self._filler is not None
+        if self._filler is not None and (rows := self._masked_rows()) is not None:
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:

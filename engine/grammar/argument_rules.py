@@ -55,14 +55,13 @@ _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": r"\-0-9", "number": r
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # property names if the schema names none
 
 
-def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec, index: int) -> str:
-    """Add the rule for the arguments of a function, without the text that encloses them, and return its name. `index`
-    is the function's position among the request's functions."""
+def argument_rules(rules: Rules, form: ToolFormat, function: ToolSpec) -> str:
+    """Add the rule for the arguments of a function, without the text that encloses them, and return its name."""
     if form.parameters is None:
         schema = prepared({**function.parameters, "type": "object"}, "tools", function.name)
         return rules.shared(lark_json(schema, **_options(function)))
     kind = {"": _Tagged, '"': _Python}.get(form.parameters.quote, _Quoted)
-    return rules.shared(kind(rules, form, function, f"value_{index}").all())
+    return rules.shared(kind(rules, form, function).all())
 
 
 def _options(function: ToolSpec) -> dict[str, Any]:
@@ -75,9 +74,9 @@ class _Arguments(ABC):
 
     key: str  # regular expression of the property names that can be written
 
-    def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec, prefix: str) -> None:
+    def __init__(self, rules: Rules, form: ToolFormat, function: ToolSpec) -> None:
         assert form.parameters is not None
-        self._rules, self._form, self._function, self._prefix = rules, form, function, prefix
+        self._rules, self._form, self._function = rules, form, function
         self._parameters: Parameters = form.parameters
         root = prepared({**function.parameters, "type": "object"}, "tools", function.name)
         self._root = {name: inner for name, inner in root.items() if name not in ("$id", "id")}
@@ -122,9 +121,9 @@ class _Arguments(ABC):
     def _value(self, schema: Any) -> str:
         """Return the Lark expression for one value and the text that closes it."""
 
-    def _branches(self, schema: Any) -> Iterator[dict[str, Any]]:
-        """Yield the alternatives of a schema, each with a list of its types and, if it has a const, with an enum. A
-        reference is followed only once, because references may be circular."""
+    def _branches(self, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the alternatives of a schema: "enum" and the schema with its values, or a type and the schema of its values.
+        A reference is followed only once, because references may be circular."""
         pending, seen = [(schema, ALL)], set[tuple[str, frozenset[str]]]()
         while pending:
             schema, types = pending.pop()
@@ -141,11 +140,13 @@ class _Arguments(ABC):
                 if head != "anyOf" and len(following) > 1 and not (head == "oneOf" and self._function.coerce_one_of):
                     self._refuse(f"{head}: not exactly")
             else:
-                following, branch = [], {**schema, "type": sorted(types - {"integer"} if "number" in types else types)}
+                following = []
                 if head:
                     values = schema[head] if head == "enum" else [schema[head]]
-                    branch["enum"] = [value for value in values if kinds({"const": value}, None) <= types]
-                yield branch
+                    yield "enum", {"enum": [value for value in values if kinds({"const": value}, None) <= types]}
+                else:
+                    names = types - {"integer"} if "number" in types else types
+                    yield from ((kind, schema) for kind in sorted(names))
             pending += [(each, types) for each in reversed(following)]
 
     def _checked(self, schema: Any) -> dict[str, Any]:
@@ -237,20 +238,18 @@ class _Tagged(_Arguments):
         ways: list[str] = []
         patterns: list[str] = []
         excluded = set(wanted & {"array", "object"})
-        for branch in self._branches(schema):
-            if (values := branch.get("enum")) is not None:
+        for kind, branch in self._branches(schema):
+            if kind == "enum":
+                values = branch["enum"]
                 texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
                 texts = {text: value for text, value in texts.items() if json.loads(typed(text, wanted)) == value}
                 words = [escaped(text) for text, value in texts.items() if isinstance(value, str) and mark not in text]
                 patterns += [f"({'|'.join(words)})"] if words else []
                 ways += [f"{json.dumps(text)} {behind}" for text in texts if not isinstance(texts[text], str)]
-                continue
-            for kind in branch["type"]:
-                if kind == "string":
-                    patterns.append(self._text(branch))
-                    continue
-                if branch.keys() & _OF_NUMBERS:
-                    excluded.add(kind)
+            elif kind == "string":
+                patterns.append(self._text(branch))
+            else:
+                excluded |= {kind} if branch.keys() & _OF_NUMBERS else set()
                 ways.append(f"{self._json(branch, kind)} {behind}")
         beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
         without = rf" & ~/{BLANK}[{beginnings}]{ANY}/" if beginnings else ""
@@ -268,12 +267,12 @@ class _Python(_Arguments):
 
     def _value(self, schema: Any) -> str:
         ways: list[str] = []
-        for branch in self._branches(schema):
-            if (values := branch.get("enum")) is not None:
+        for kind, branch in self._branches(schema):
+            if kind == "enum":
+                values = branch["enum"]
                 texts = (str(value) if value in (True, False, None) else json.dumps(value) for value in values)
                 ways += map(json.dumps, texts)
-                continue
-            for kind in branch["type"]:
+            else:
                 words = {"boolean": '"True" | "False"', "null": '"None"'}.get(kind)
                 ways.append(words or self._json(branch, kind))
         return self._one_of(ways)
@@ -286,10 +285,11 @@ class _Quoted(_Arguments):
 
     def all(self) -> str:
         self._known: dict[str, str] = {}  # schema as JSON → name of its rule
+        self._prefix = f"value_{len(self._rules.lines)}"  # no other function's, because each adds lines
         self._pending: list[tuple[str, Any]] = []  # rules to build, with their schemas; each may add others
         arguments = super().all()
         for name, schema in self._pending:
-            ways = dict.fromkeys(way for branch in self._branches(schema) for way in self._ways(branch))
+            ways = (way for kind, branch in self._branches(schema) for way in self._ways(kind, branch))
             self._rules.lines.append(f"{name}: {self._one_of(ways)}")
         return arguments
 
@@ -300,25 +300,23 @@ class _Quoted(_Arguments):
             self._pending.append((self._known[key], schema))
         return self._known[key]
 
-    def _ways(self, branch: Mapping[str, Any]) -> Iterator[str]:
+    def _ways(self, kind: str, branch: Mapping[str, Any]) -> Iterator[str]:
         quote = self._parameters.quote
-        if (values := branch.get("enum")) is not None:
-            yield from (self._rules.text(self._written(value)) for value in values if quote not in str(value))
-            return
-        for kind in branch["type"]:
-            if kind == "string":
-                yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
-            elif kind == "array":
-                self._check(branch, _UNHELD["array"])
-                item, low = self._value(branch.get("items", True)), branch.get("minItems", 0)
-                high = branch.get("maxItems")
-                more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
-                more = "" if low <= 1 == high else more  # llguidance refuses to repeat nothing
-                yield '"[" "]"' if high == 0 else f'"[" ({item} {more}){"" if low else "?"} "]"'
-            elif kind == "object":
-                yield f'"{{" {self._object(branch, "", ":", ",")} "}}"'
-            else:
-                yield self._json(branch, kind)
+        if kind == "enum":
+            yield from (self._rules.text(self._written(value)) for value in branch["enum"] if quote not in str(value))
+        elif kind == "string":
+            yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
+        elif kind == "array":
+            self._check(branch, _UNHELD["array"])
+            item, low = self._value(branch.get("items", True)), branch.get("minItems", 0)
+            high = branch.get("maxItems")
+            more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+            more = "" if low <= 1 == high else more  # llguidance refuses to repeat nothing
+            yield '"[" "]"' if high == 0 else f'"[" ({item} {more}){"" if low else "?"} "]"'
+        elif kind == "object":
+            yield f'"{{" {self._object(branch, "", ":", ",")} "}}"'
+        else:
+            yield self._json(branch, kind)
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):

@@ -93,7 +93,8 @@ class Rules:
         if kind in ("json", "json_object"):
             body = json_body(wanted)
         elif kind == "regex":
-            body = f"/{slashed(value)}/"
+            pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value)  # a slash would end the expression
+            body = f"/{pattern}/"
             if thinking is not None and not (thinking.is_open or thinking.marks.is_implied):
                 body += f" & ~/(?s:{BLANK}{re.escape(thinking.marks.open)}.*)/"  # this is reasoning, not the answer
         elif kind == "choice":
@@ -106,11 +107,6 @@ class Rules:
 
     def _parts(self, text: str) -> list[str]:
         return [part for part in (self._special.split(text) if self._special else [text]) if part]
-
-
-def slashed(pattern: str) -> str:
-    """Return a regular expression with its slashes escaped, for use between two slashes."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern)
 
 
 def escaped(text: str) -> str:

@@ -50,8 +50,8 @@ def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer
     if calls is not None:
         lead.append(f"{text(f'{CHANNEL}commentary{MESSAGE}')} {again}")
         constrain = f'(" "? {text(CONSTRAIN)} "json" | " json")? {text(MESSAGE)}'
-        for index, function in enumerate(calls.functions):
-            to, arguments = f"to=functions.{function.name}", argument_rules(rules, harmony.FORM, function, index)
+        for function in calls.functions:
+            to, arguments = f"to=functions.{function.name}", argument_rules(rules, harmony.FORM, function)
             ends.append(f"{text(f'{CHANNEL}commentary {to}')} {constrain} {arguments}")
             ends.append(f"{text(f' {to}{CHANNEL}commentary')} {constrain} {arguments}")
     if calls is None or not calls.must:
@@ -64,8 +64,8 @@ def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False
     form, name = calls.form, f"call_{len(rules.lines)}"
     first: list[str] = []
     later: list[str] = []
-    for index, function in enumerate(calls.functions):
-        arguments = argument_rules(rules, calls.form, function, index)
+    for function in calls.functions:
+        arguments = argument_rules(rules, calls.form, function)
         behind = f"{arguments} {rules.text(form.after_arguments)}"
         # The text up to the arguments is a single terminal: next to a free-text terminal, the lexer would miss the end
         # of a shorter one.
@@ -87,8 +87,8 @@ def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
     """
     form, end = calls.form, rules.text(calls.form.end)
     triggers = {mark: _block(rules, calls, form.opening(mark), is_optional=True) for mark in form.triggers}
-    for index, function in enumerate(calls.functions if form.is_bare else ()):
-        arguments = argument_rules(rules, form, function, index)
+    for function in calls.functions if form.is_bare else ():
+        arguments = argument_rules(rules, form, function)
         head = form.before_name + function.name + form.before_arguments
         triggers[head] = f"{arguments} {rules.text(form.after_arguments)} {f'({end})?' if end else ''}"
     # The parsers work on text, so they would read a special token that the model spells out as the mark.

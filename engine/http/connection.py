@@ -150,7 +150,6 @@ class GuardedConnection(HttpToolsProtocol):
     # Refusals.
 
     def _headers_are_late(self) -> None:
-        self._deadline = None
         if self.cycle is not None and not self.cycle.response_complete:
             # A pipelined request starts only after the answer that is still being written.
             self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
@@ -160,7 +159,6 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s")
 
     def _body_is_late(self) -> None:
-        self._deadline = None
         self._refuse(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s")
 
     def _refuse_body(self) -> None:

@@ -58,9 +58,7 @@ async def ask(
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
         given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
-        (prompt,) = await to_ids(
-            "messages", [given], service, request.add_special_tokens, request.truncate_prompt_tokens
-        )
+        (prompt,) = await to_ids("messages", [given], service, request)
     check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
     begun = conversation.last_text if request.continue_final_message else ""
 
@@ -82,18 +80,16 @@ async def ask(
         return await begin(holds_optional=True)
     # The client did not request a grammar of calls, so if it is refused, optional calls are not constrained.
     key = tools.key(calls, wanted)
-    if key not in tools.unheld:
-        try:
-            return await begin(holds_optional=True)
-        except InvalidRequest as refusal:
-            if refusal.field != "tools":
-                raise
-            service.forget(call)
-            call.answers = []
-            plan = await begin(holds_optional=False)  # names the format if that is what is refused
-            tools.remember_unheld(key, calls, refusal)
-            return plan
-    return await begin(holds_optional=False)
+    try:
+        return await begin(holds_optional=key not in tools.unheld)
+    except InvalidRequest as refusal:
+        if refusal.field != "tools":
+            raise
+        service.forget(call)
+        call.answers = []
+        plan = await begin(holds_optional=False)  # names the format if that is what is refused
+        tools.remember_unheld(key, calls, refusal)
+        return plan
 
 
 class ChatReply:

@@ -34,14 +34,7 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
         what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
         raise InvalidRequest("n", what)
     with service.admit(num_sequences):
-        prompts = await to_ids(
-            "prompt",
-            inputs,
-            service,
-            request.add_special_tokens,
-            request.truncate_prompt_tokens,
-            num_answered=int(params.max_tokens != 0),
-        )
+        prompts = await to_ids("prompt", inputs, service, request, num_answered=int(params.max_tokens != 0))
         field = "prompt_logprobs" if request.prompt_logprobs == params.prompt_logprobs else "logprobs"
         check_prompt_logprobs(field, prompts, params.prompt_logprobs, params.n)
         service.generate(
@@ -67,7 +60,9 @@ class CompletionReply:
         self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
     def whole(self, choices: list[list[Update]]) -> Json:
-        return self._completion([self._whole(place, update) for place, each in enumerate(choices) for update in each])
+        return self._completion(
+            [self._choice(place, update, is_first=True) for place, each in enumerate(choices) for update in each]
+        )
 
     def chunks(self, place: int, update: Update) -> list[Json]:
         index = self._index(place, update)
@@ -85,12 +80,6 @@ class CompletionReply:
         names = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
         return names | {"choices": choices}
 
-    def _whole(self, place: int, update: Update) -> Json:
-        choice = self._choice(place, update, is_first=True)
-        if self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
-        return choice
-
     def _choice(self, place: int, update: Update, is_first: bool) -> Json:
         """Return an update as a choice. With `echo`, the first one begins with the prompt."""
         request, index = self._request, self._index(place, update)
@@ -106,6 +95,8 @@ class CompletionReply:
             choice["text"] = self._echo(place) + update.text
         if is_first and request.return_token_ids:
             choice["prompt_token_ids"] = self._call.answers[place].prompt_token_ids
+        if request.prompt_logprobs is not None:  # never in a stream
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
         return choice
 
     def _index(self, place: int, update: Update) -> int:

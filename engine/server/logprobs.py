@@ -14,15 +14,11 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
 FLOOR = -9999.0  # replaces minus infinity, which JSON cannot represent
-
-
-def id_text(id_: int) -> str:
-    """Return the text for a token id with `return_tokens_as_token_ids`."""
-    return f"token_id:{id_}"
+_id_text = "token_id:{}".format  # the text of a token with `return_tokens_as_token_ids`
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids: bool | None) -> dict[str, Any]:
-    read = id_text if as_ids else tokenizer.token_text
+    read = _id_text if as_ids else tokenizer.token_text
 
     def shown(id_: int, value: float) -> dict[str, Any]:
         return {"token": read(id_), "logprob": value, "bytes": list(tokenizer.token_bytes(id_))}
@@ -40,7 +36,7 @@ def completion_logprobs(
     """Return the completions format (parallel lists) and the text offset after it. `first_id` is a first token without
     a probability. All tokens of one character have the same offset."""
     reply: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    read = id_text if as_ids else tokenizer.token_text
+    read = _id_text if as_ids else tokenizer.token_text
 
     def add(id_: int, value: float | None, top: Raw | None) -> None:
         nonlocal offset

@@ -15,7 +15,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
-from penstock.engine.server.requests import ChatRequest, TokenizeRequest
+from penstock.engine.server.requests import ChatRequest, PromptRequest, TokenizeRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import for_template
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
@@ -67,8 +67,7 @@ async def to_ids(
     field: str,
     inputs: Sequence[str | list[int]],
     service: Service,
-    add_special_tokens: bool | None,
-    truncate_to: int | None = None,
+    request: PromptRequest | TokenizeRequest,
     num_answered: int = 1,
 ) -> list[bytes]:
     """Return the token ids of every input as the engine takes them; check that they fit the context together with
@@ -79,11 +78,12 @@ async def to_ids(
     if (longest := max(map(len, texts), default=0)) > limit:  # cannot fit with any tokenization
         what = f"{longest} characters; a context of {info.max_model_len} tokens takes at most {limit}"
         raise InvalidRequest(field, what)
+    truncate_to = request.truncate_prompt_tokens if isinstance(request, PromptRequest) else None
     keep = _kept_tokens(truncate_to, info, num_answered)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
         # For messages, the chat template has already added the special tokens.
-        adds = bool(add_special_tokens) if field == "messages" else add_special_tokens is not False
+        adds = bool(request.add_special_tokens) if field == "messages" else request.add_special_tokens is not False
         prompts = await in_thread_if(sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, adds))
     if keep:
         prompts = [ids[-keep:] for ids in prompts]

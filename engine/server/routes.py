@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
@@ -78,30 +78,19 @@ def _ready(service: Service) -> Response:
     return _json({"status": state.reason}, 200 if state.alive and state.ready else 503)
 
 
-def _metrics(service: Service) -> Response:
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
 def _tokenizer_info(service: Service) -> dict[str, Any]:
     """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""
     sources = {} if service.template is None else service.template.sources
     return {**service.tokenizer.special_tokens, "chat_template": sources.get("default")}
 
 
-@cache
-def _page() -> Response:
-    """Return the page, which is built when it is first requested."""
-    found = document()
-    return HTMLResponse(found.body, headers=found.headers)
-
-
 # The GET routes that show the state of the server: a response, or an object for JSON.
 GETS: dict[str, Shown] = {
-    "/": lambda _service: _page(),
+    "/": lambda _service: document(),
     "/health": _health,
     "/ping": _health,
     "/ready": _ready,
-    "/metrics": _metrics,
+    "/metrics": lambda service: Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST),
     "/tokenizer_info": _tokenizer_info,
     "/version": lambda _service: {"version": penstock.__version__},
 }

@@ -54,7 +54,7 @@ async def pooled(
 ) -> list[bytes]:
     """Run the model on every input and return its vector, as little-endian float32."""
     with service.admit(len(inputs)):
-        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens, 0)
+        prompts = await to_ids(field, inputs, service, request, num_answered=0)
         service.generate(call, request, prompts, params, pooling=pooling)
     for answer in call.answers:
         await gather(service, answer)

@@ -33,7 +33,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
             conversation.read(request.messages, service.info)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
-        (packed,) = await to_ids(field, [text], service, request.add_special_tokens, num_answered=0)
+        (packed,) = await to_ids(field, [text], service, request, num_answered=0)
     ids = array("i", packed).tolist()
     return {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}
 

@@ -52,24 +52,21 @@ class Split(msgspec.Struct, frozen=True):
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_LLAMA3 = Split((LLAMA3,), whole_words=True, add_bos=True)
-_QWEN2 = Split((QWEN2,), nfc=True)
-_GPT4O = Split((GPT4O,))
-_DIGITS = Split((r"\p{N}", GPT2))  # every digit is a separate word
-_GPT2 = Split((GPT2,))
-
 SPLITS: dict[str, Split] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Split((LLAMA3,), whole_words=True, add_bos=True)
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Split((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), nfc=True)),
     "qwen35": Split((QWEN35,), nfc=True),
     "tekken": Split((TEKKEN,), whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Split((GPT4O,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(DEEPSEEK3)),
     "seed-coder": Split((QWEN2.replace(r"+[\r\n]*|", "+|"),)),  # as Qwen2, but line ends are separate words
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _DIGITS),
+    # Every digit is a separate word.
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), Split((r"\p{N}", GPT2))),
     "command-r": Split((r"\p{N}", GPT2), nfc=True),
-    **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2"), Split((GPT2,))),
     "default": Split((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),  # the scheme of llama.cpp under this name
     **dict.fromkeys(("mpt", "olmo"), Split((GPT2,), nfc=True)),
 }

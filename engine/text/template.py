@@ -110,9 +110,7 @@ class ChatTemplate:
             # Most templates print nothing for an unknown role.
             chat = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
         num_system = sum(message["role"] in SYSTEM_ROLES for message in chat)
-        if num_system < 2 and not is_mapped:
-            return chat
-        if not is_mapped and self._takes_two_first and self._takes_later:
+        if not is_mapped and (num_system < 2 or (self._takes_two_first and self._takes_later)):
             return chat
         return with_system_first(chat, takes_later=self._takes_later)
 
@@ -148,17 +146,13 @@ class ChatTemplate:
 def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
     """Return the operator's template (`override`: a file name or template text), else the tokenizer's, or None if there
     is none."""
-    sources = tokenizer.chat_templates if override is None else {"default": _operators(override)}
+    sources = tokenizer.chat_templates
+    if override is not None:
+        path = Path(override).expanduser()
+        if "{" not in override and not path.is_file():
+            raise ModelError(f"chat template: {override!r} is neither a file nor a template (which has braces)")
+        sources = {"default": override if "{" in override else read_template("chat template", path)}
     return ChatTemplate(sources, tokenizer.special_tokens) if sources else None
-
-
-def _operators(override: str) -> str:
-    if "{" in override:
-        return override
-    path = Path(override).expanduser()
-    if not path.is_file():
-        raise ModelError(f"chat template: {override!r} is neither a file nor a template (which has braces)")
-    return read_template("chat template", path)
 
 
 def _mark_end(chat: list[Message]) -> str:

@@ -46,6 +46,6 @@ def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[
 def test_the_dashboard_and_the_live_page_ask_for_metrics_that_there_are(exported: tuple[set[str], set[str]]) -> None:
     board = json.loads((DOCS / "grafana.json").read_text())
     asked = {name for name, _ in NAME.findall(json.dumps(board["panels"]))}
-    shown = {name for name, _ in NAME.findall(document().body.decode())}
+    shown = {name for name, _ in NAME.findall(bytes(document().body).decode())}
     assert len(asked) > 20 and len(shown) > 8 and (asked | shown) - exported[0] - exported[1] == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

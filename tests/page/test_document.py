@@ -11,7 +11,7 @@ from penstock.engine.http.page.document import document
 from tests.support.router_fleet import running_router
 from tests.support.running_server import Running, running
 
-HTML = document().body.decode()
+HTML = bytes(document().body).decode()
 KEY = {"authorization": "Bearer sk-secret"}
 
 

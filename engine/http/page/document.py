@@ -7,8 +7,10 @@ script by their digests and forbids HTML made from text, so text of a model or a
 
 import base64
 import hashlib
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+
+from starlette.responses import HTMLResponse
 
 SCRIPTS = (
     *("page.js", "markdown.js", "conversations.js", "settings.js", "answer.js", "chat.js", "charts.js"),
@@ -16,13 +18,9 @@ SCRIPTS = (
 )
 
 
-class Page(NamedTuple):
-    body: bytes
-    headers: dict[str, str]  # all but its length
-
-
-def document() -> Page:
-    """Return the page and its headers, including the content security policy."""
+@cache
+def document() -> HTMLResponse:
+    """Return the page with its headers, including the content security policy. It is built at the first call."""
     style = _read("page.css")
     script = "\n".join(map(_read, SCRIPTS))
     assert "</" not in style and "</script" not in script  # either would end its element
@@ -46,13 +44,12 @@ def document() -> Page:
         "trusted-types": "'none'",
     }
     headers = {
-        "content-type": "text/html; charset=utf-8",
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "cache-control": "no-store",
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
     }
-    return Page(html.encode(), headers)
+    return HTMLResponse(html, headers=headers)
 
 
 def _read(name: str) -> str:

@@ -57,12 +57,10 @@ def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], 
     for place, item in items:
         if isinstance(item, MessageItem):
             conversation.say(place, item.role, chat_text(item.content))
-        elif isinstance(item, CallItem):
+        elif isinstance(item, CallItem | CustomCallItem):
             if item.status != "incomplete":  # an incomplete call has truncated arguments
-                conversation.call(place, item.call_id, item.name, item.arguments)
-        elif isinstance(item, CustomCallItem):
-            if item.status != "incomplete":
-                conversation.call(place, item.call_id, item.name, {"input": item.input})
+                arguments = item.arguments if isinstance(item, CallItem) else {"input": item.input}
+                conversation.call(place, item.call_id, item.name, arguments)
         elif isinstance(item, ResultItem):
             conversation.result(place, item.call_id, chat_text(item.output), "call_id")
         elif isinstance(item, ReasoningItem):

@@ -67,10 +67,6 @@ class ToolFormat(ABC):
     def parse(self, reader: CallReader, mark: str) -> Wait[None]:
         """Parse the calls that follow `mark` ("" if there is none); raise Malformed if the text is not a call."""
 
-    def is_in(self, template: str) -> bool:
-        """Return whether a chat template writes calls in this format."""
-        return any(all(map(template.__contains__, texts)) for texts in self.found_by)
-
     @cached_property
     def marks(self) -> tuple[str, ...]:
         return tuple(self.closers)

@@ -158,4 +158,5 @@ def named(name: str, source: str, has_args: bool) -> ToolFormat:
 
 
 def _first(forms: Iterable[ToolFormat], source: str) -> ToolFormat | None:
-    return next((form for form in forms if form.is_in(source)), None)
+    """Return the first format that has a group of texts which are all in the source of a chat template."""
+    return next((form for form in forms if any(all(map(source.__contains__, texts)) for texts in form.found_by)), None)

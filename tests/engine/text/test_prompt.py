@@ -49,7 +49,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
         conversation = Conversation(len(body), {})
         conversation.read(request.messages, service.info)
         text = await render(request, conversation, service)
-        (packed,) = await to_ids("messages", [text], service, request.add_special_tokens)
+        (packed,) = await to_ids("messages", [text], service, request)
         return memoryview(packed).cast("i").tolist()
 
     try:
