@@ -83,7 +83,7 @@ def extend(carried: Path) -> list[str]:
     """Provide penstock._csrc: the existing one, a carried one if built from these sources, or a new build."""
     ready = carried / carried_name()
     if not _can_import(carried) and ready.exists():
-        fresh = shutil.copy(ready, EXTENSION.with_suffix(f".{os.getpid()}"))
+        fresh = Path(shutil.copy(ready, EXTENSION.with_suffix(f".{os.getpid()}")))
         fresh.replace(EXTENSION)  # the present file may be loaded
     if _can_import(carried):
         return []

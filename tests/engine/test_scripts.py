@@ -195,7 +195,7 @@ def test_what_is_not_served_is_refused_by_name(llm: LLM, case: str) -> None:
 
 
 def test_options_of_a_script_are_taken_or_refused_by_name(folder: Path) -> None:
-    with pytest.warns(UserWarning, match="trust_remote_code: without effect: no code"):
+    with pytest.warns(UserWarning, match="trust_remote_code: without effect: code of a model"):
         loaded(folder, trust_remote_code=True).shutdown()
     with pytest.raises(ConfigError, match="pooler_config"):
         loaded(folder, pooler_config={})
