@@ -63,7 +63,7 @@ def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "o
     return rig.tokens("alone")
 
 
-@pytest.mark.parametrize("seed", hardest(range(40), *range(3)))
+@pytest.mark.parametrize("seed", hardest(range(40), 0, 2, 5, 6, 12, 19))
 def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])

@@ -115,7 +115,9 @@ def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pyte
     result, _ = measured(answer=one_in_three)
     assert (result["completed"], result["failed"]) == (2, 4)
     said = capsys.readouterr().err
-    assert "2 failed: HTTP 429: the queue is full" in said and "2 failed: the connection was closed in the middle" in said
+    assert (
+        "2 failed: HTTP 429: the queue is full" in said and "2 failed: the connection was closed in the middle" in said
+    )
     assert sum(bool(error) for error in result["errors"]) == 4
 
 
