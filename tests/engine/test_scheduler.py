@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step
-from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, storm, submit
+from tests.support.simulation import BLOCK_SIZE, World, assert_reached, some_worlds, storm, submit
 
 
 def rows(step: Step) -> list[tuple[int, int, int, bool]]:
@@ -57,19 +57,6 @@ def test_requests_of_one_step_share_the_prompt_that_the_first_of_them_computes()
     assert [(row.start, row.count) for row in step.rows] == [(0, 9), (8, 1), (8, 1)]
 
 
-def test_blocks_that_become_identical_while_decoding_are_merged() -> None:
-    world = World(max_in_flight=1, max_num_batched_tokens=64)
-    prompt = [1, 2, 3]
-    world.submit(submit("a", prompt, max_tokens=20))
-    world.submit(submit("b", prompt, max_tokens=20))
-    for _ in range(12):
-        world.step()
-    a, b = world.scheduler.running
-    assert a.kv.blocks[:3] == b.kv.blocks[:3] and a.kv.blocks[-1] != b.kv.blocks[-1]
-    world.run()
-    assert world.tokens("a") == world.tokens("b") == alone(submit("a", prompt, max_tokens=20))[0]
-
-
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
     world = World(num_blocks=17, max_in_flight=1, max_num_seqs=4, max_num_batched_tokens=64)
     for name in "abc":
@@ -86,17 +73,6 @@ def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
         world.collect()
         world.scheduler.check()
     assert preemptions > 0
-
-
-def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
-    world = World(num_blocks=17, max_in_flight=1, max_num_batched_tokens=8)
-    world.submit(submit("a", [1] * 30, max_tokens=2))
-    world.step()
-    world.submit(submit("b", [2] * 40, max_tokens=2))
-    world.step()
-    assert world.scheduler.stats().num_running == 1
-    world.run()
-    assert len(world.tokens("b")) == 2
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 100])
@@ -157,16 +133,6 @@ def test_a_length_of_nothing_ends_where_the_prompt_does() -> None:
         assert output.tokens == [] and output.finish_reason == "length"
     assert [entry.ids[0] for entry in world.outputs["scored"][0].prompt_logprobs or ()] == list(range(1, 20))
     assert world.scheduler.stats().generation_tokens == 0 and world.scheduler.stats().num_used_blocks == 0
-
-
-def test_the_prefix_cache_is_reset_only_when_idle() -> None:
-    world = World()
-    world.submit(submit("a", list(range(20))))
-    world.step()
-    assert not world.scheduler.reset_prefix_cache()
-    world.run()
-    assert world.scheduler.reset_prefix_cache()
-    assert world.cached("b", list(range(20))) == 0
 
 
 @pytest.mark.timeout(900)  # a busy machine takes several times as long

@@ -57,14 +57,11 @@ def test_what_cannot_be_meant_is_refused_by_name(folder: Path, options: dict[str
         oracle(folder, **options)
 
 
-def test_less_than_two_blocks_are_refused_by_name(folder: Path, disk: str) -> None:
+def test_less_than_two_blocks_and_a_path_that_is_no_directory_are_refused_by_name(folder: Path, disk: str) -> None:
     with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
         oracle(folder, kv_host_bytes=5000)
     with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):
         oracle(folder, kv_disk_path=disk, kv_disk_bytes=5000)
-
-
-def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ExecutorError, match="kv_disk_path: '.*config.json'"):
         oracle(folder, kv_disk_path=str(folder / "config.json"), kv_disk_bytes="1GiB")
 

@@ -83,12 +83,6 @@ def test_a_stop_sequence_is_named(qwen: Running) -> None:
     assert answer["content"][0]["text"] == "Hel"
 
 
-def test_a_call_that_is_cut_off_is_none(qwen: Running) -> None:
-    qwen.engine.reply = 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-    answer = post(qwen, tools=[TOOL], max_tokens=60).json()
-    assert [block["type"] for block in answer["content"]] == ["text"] and answer["stop_reason"] == "max_tokens"
-
-
 def test_an_answer_goes_on_from_the_assistants_last_words(qwen: Running) -> None:
     assert post(qwen, messages=[*HI, {"role": "assistant", "content": "Well"}]).status_code == 200
     assert qwen.prompt.endswith("Well")
@@ -138,8 +132,11 @@ def test_a_call_whose_arguments_are_no_json_is_none(qwen: Running) -> None:
     assert "tool_use" not in [block["type"] for block in post(qwen, tools=[TOOL]).json()["content"]]
 
 
-def test_a_call_that_is_cut_off_keeps_its_place_in_the_stream(qwen: Running) -> None:
+def test_a_call_that_is_cut_off_is_none_and_keeps_its_place_in_the_stream(qwen: Running) -> None:
     qwen.engine.reply = CALLED
+    answer = post(qwen, tools=[TOOL], max_tokens=CALLED.index("Ulm")).json()
+    assert [each["type"] for each in answer["content"]] == ["thinking", "text"]
+    assert answer["stop_reason"] == "max_tokens"
     found = events(post(qwen, tools=[TOOL], stop_sequences=["Ulm"], stream=True))
     starts = [each["index"] for each in found if each["type"] == "content_block_start"]
     stops = [each["index"] for each in found if each["type"] == "content_block_stop"]
