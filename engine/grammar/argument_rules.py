@@ -131,7 +131,7 @@ class _Arguments(ABC):
             types = types & kinds(schema, None) if "type" in schema else types
             head = next((name for name in ("enum", "const", "anyOf", "oneOf", "allOf", "$ref") if name in schema), "")
             if head:
-                self._check(schema, _RESTRICTING - {head}, f"{head}: beside ")
+                self._check(schema, _RESTRICTING - {head, "const"}, f"{head}: beside ")
             if head == "$ref":
                 following = [] if (schema[head], types) in seen else [self._target(schema[head])]
                 seen.add((schema[head], types))
@@ -142,7 +142,8 @@ class _Arguments(ABC):
             else:
                 following = []
                 if head:
-                    values = schema[head] if head == "enum" else [schema[head]]
+                    only = [schema["const"]] if "const" in schema else None
+                    values = [value for value in schema.get("enum", only) if only is None or value in only]
                     yield "enum", {"enum": [value for value in values if kinds({"const": value}, None) <= types]}
                 else:
                     names = types - {"integer"} if "number" in types else types
@@ -174,8 +175,7 @@ class _Arguments(ABC):
         raise InvalidRequest("tools", f"{self._function.name}: {what}")
 
     def _target(self, reference: str) -> Any:
-        found = target(reference, self._root)
-        if found is None:
+        if (found := target(reference, self._root)) is None:
             self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
         return {} if found is None else found
 
@@ -240,8 +240,7 @@ class _Tagged(_Arguments):
         excluded = set(wanted & {"array", "object"})
         for kind, branch in self._branches(schema):
             if kind == "enum":
-                values = branch["enum"]
-                texts = {value if isinstance(value, str) else json.dumps(value): value for value in values}
+                texts = {value if isinstance(value, str) else json.dumps(value): value for value in branch["enum"]}
                 texts = {text: value for text, value in texts.items() if json.loads(typed(text, wanted)) == value}
                 words = [escaped(text) for text, value in texts.items() if isinstance(value, str) and mark not in text]
                 patterns += [f"({'|'.join(words)})"] if words else []
@@ -269,9 +268,8 @@ class _Python(_Arguments):
         ways: list[str] = []
         for kind, branch in self._branches(schema):
             if kind == "enum":
-                values = branch["enum"]
-                texts = (str(value) if value in (True, False, None) else json.dumps(value) for value in values)
-                ways += map(json.dumps, texts)
+                for value in branch["enum"]:
+                    ways.append(json.dumps(str(value) if value in (True, False, None) else json.dumps(value)))
             else:
                 words = {"boolean": '"True" | "False"', "null": '"None"'}.get(kind)
                 ways.append(words or self._json(branch, kind))
@@ -308,8 +306,10 @@ class _Quoted(_Arguments):
             yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
         elif kind == "array":
             self._check(branch, _UNHELD["array"])
-            item, low = self._value(branch.get("items", True)), branch.get("minItems", 0)
-            high = branch.get("maxItems")
+            items, low, high = branch.get("items", True), branch.get("minItems", 0), branch.get("maxItems")
+            if isinstance(items, list):  # what older drafts have for prefixItems
+                self._refuse("items: a list")
+            item = self._value(True if isinstance(items, list) else items)
             more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
             more = "" if low <= 1 == high else more  # llguidance refuses to repeat nothing
             yield '"[" "]"' if high == 0 else f'"[" ({item} {more}){"" if low else "?"} "]"'

@@ -172,11 +172,11 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     names = [*config.served_model_names, *(module.name for module in config.lora_modules)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is also a name of the model")
-    unknown = config.default_sampling.keys() - DEFAULTABLE
+    sampling = config.default_sampling
     try:
-        if unknown:
+        if unknown := sampling.keys() - DEFAULTABLE:
             raise InvalidRequest(sorted(unknown)[0], f"it cannot have a default; {', '.join(sorted(DEFAULTABLE))} can")
-        SamplingParams(**config.default_sampling).check(vocab_size=1)
+        SamplingParams(**sampling).check(vocab_size=1)
     except InvalidRequest as error:
-        raise ValueError(f"override_generation_config: {error}; given: {config.default_sampling}") from None
+        raise ValueError(f"override_generation_config: {error}; with the model's own: {sampling}") from None
     return replace(config, api_keys=keys)

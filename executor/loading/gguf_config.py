@@ -26,14 +26,15 @@ Config = dict[str, Any]
 # Keys of features that are supported only where the key is read. Elsewhere these values turn them off.
 _OFF = {
     (0,): "logit_scale embedding_scale residual_scale attention.clamp_kqv attention.max_alibi_bias "
-    "attn_logit_softcapping nextn_predict_layers expert_count expert_used_count expert_shared_feed_forward_length",
+    "attn_logit_softcapping nextn_predict_layers expert_count expert_used_count",
     (0, 1): "rope.scaling.factor expert_weights_scale expert_gating_func",
     (1,): "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor",
 }
 # Keys that change nothing: the tensors show the same, or no feature that is supported uses them.
 _PASSED = (
     "vocab_size feed_forward_length tensor_data_layout pooling_type attention.layer_norm_epsilon "
-    "rope.scaling.original_context_length rope.scaling.finetuned"
+    "rope.scaling.original_context_length rope.scaling.finetuned expert_shared_feed_forward_length "
+    "ssm.conv_kernel ssm.state_size ssm.group_count ssm.inner_size ssm.time_step_rank"  # Granite 4 without such layers
 )
 
 

@@ -45,6 +45,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
         )
         for index, (is_full, each) in enumerate(zip(are_full, heads, strict=True))
     )
+    width, num_words = fields.integer("hidden_size_per_layer_input", 256, low=0), fields.integer("vocab_size")
     spec = spec_of(
         fields,
         layers,
@@ -56,8 +57,8 @@ def gemma4(fields: Fields) -> DecoderSpec:
         sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
-        input_width=fields.integer("hidden_size_per_layer_input", 256, low=0),
-        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=fields.integer("vocab_size")),
+        input_width=width,
+        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=num_words if width else 1),
         arrangement=_arrangement(num_own, num_layers),
         **attention_biases(fields),
     )
@@ -89,8 +90,7 @@ def _moe(fields: Fields) -> MoeSpec | None:
         return None
     num_experts = fields.integer("num_experts")
     top_k = fields.integer("top_k_experts", high=num_experts)
-    size = fields.integer("moe_intermediate_size")
-    return MoeSpec(num_experts, top_k, size, renormalize=True, is_beside=True)
+    return MoeSpec(num_experts, top_k, fields.integer("moe_intermediate_size"), renormalize=True, is_beside=True)
 
 
 def _arrangement(num_own: int, num_layers: int) -> Arrangement:

@@ -47,8 +47,8 @@ class ProveOptions:
                 raise ProveError(f"{name}: {getattr(self, name)} given; at least 1 is expected")
         for name, kind in (("json", "file"), ("junit", "file"), ("badge", "file"), ("scripts", "folder")):
             path = Path(getattr(self, name) or "")
-            is_other = path.exists() and path.is_dir() != (kind == "folder")
-            if getattr(self, name) and (is_other or not os.access(f"{path.parent}/", os.W_OK)):
+            place = path if kind == "folder" and path.exists() else path.parent  # what is written into
+            if getattr(self, name) and ((kind == "file" and path.is_dir()) or not os.access(f"{place}/", os.W_OK)):
                 raise ProveError(f"{name}: {path} given; a {kind} in a folder that can be written is expected")
         for option, value in (("case", self.cases), ("scripts", self.scripts)):
             if value and self.faults:

@@ -86,7 +86,8 @@ def _chat(
 
 def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
     """Add an assistant's blocks as one message, and each tool result as a separate message between the texts."""
-    blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    content = message.content or ("" if message.role == "assistant" else [])  # an answer may have been empty
+    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
     if not blocks:
         raise InvalidRequest(f"{place}.content", "at least one block is needed")
     texts: list[dict[str, str]] | None = None

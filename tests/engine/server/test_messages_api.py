@@ -106,13 +106,14 @@ async def arriving() -> AsyncIterator[list[Update]]:
 
 
 @pytest.mark.parametrize("content", ["", []])
-def test_an_empty_turn_at_the_end_begins_nothing(qwen: Running, content: Any) -> None:
+def test_an_empty_turn_begins_nothing(qwen: Running, content: Any) -> None:
     body = {"model": MODEL, "max_tokens": 4, "messages": HI}
     assert qwen.http.post("/v1/messages", json=body).status_code == 200
     without = qwen.prompt
     last = {"role": "assistant", "content": content}
     assert qwen.http.post("/v1/messages", json=body | {"messages": [*HI, last]}).status_code == 200
     assert qwen.prompt == without
+    assert qwen.http.post("/v1/messages", json=body | {"messages": [*HI, last, *HI]}).status_code == 200
 
 
 def test_a_number_beyond_a_float_does_not_lose_its_call(qwen: Running) -> None:

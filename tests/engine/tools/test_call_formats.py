@@ -234,6 +234,13 @@ def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_no
     assert accepts(name, loose, False, WRITERS[name]([("f", arguments)]))
 
 
+def test_lists_of_items_leave_gemma_a_grammar_unless_strict() -> None:
+    tool = ToolSpec("f", {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}}})
+    matcher("gemma4", False, calls_for("gemma4", must=True, tools=[tool._replace(is_strict=False)]))
+    with pytest.raises(InvalidRequest, match="tools: f: items: a list"):
+        matcher("gemma4", False, calls_for("gemma4", must=True, tools=[tool]))
+
+
 @SPELLED
 @pytest.mark.parametrize(("parameters", "what"), cases(__file__, "schemas without a grammar"))
 def test_an_invalid_or_too_large_schema_is_refused_even_if_not_strict(name: str, parameters: Any, what: str) -> None:
