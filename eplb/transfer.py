@@ -14,7 +14,11 @@ def transfers(old: Plan, new: Plan, ranks_per_node: int | None = None) -> Indice
     from one source only, even if it needs it in two slots.
     """
     per_node = old.ranks if ranks_per_node is None else ranks_per_node
-    _check_alike(old, new, per_node)
+    for field in ("layers", "experts", "slots", "ranks"):
+        if getattr(old, field) != getattr(new, field):
+            raise ValueError(f"new: {getattr(new, field)} {field}, must be {getattr(old, field)} as in the old plan")
+    if per_node < 1 or old.ranks % per_node:
+        raise ValueError(f"ranks_per_node: {per_node}, must divide the {old.ranks} ranks")
     at = np.flatnonzero(old.phy2log != new.phy2log)
     rows = np.empty((len(at), 4), np.int64)
     rows[:, 0], rows[:, 3] = np.divmod(at, old.slots)
@@ -22,14 +26,6 @@ def transfers(old: Plan, new: Plan, ranks_per_node: int | None = None) -> Indice
     remote = np.flatnonzero(rows[:, 2] < 0)
     rows[remote, 2] = _remote_sources(old, rows[remote], old.ranks // per_node)
     return rows
-
-
-def _check_alike(old: Plan, new: Plan, ranks_per_node: int) -> None:
-    for field in ("layers", "experts", "slots", "ranks"):
-        if getattr(old, field) != getattr(new, field):
-            raise ValueError(f"new: {getattr(new, field)} {field}, must be {getattr(old, field)} as in the old plan")
-    if ranks_per_node < 1 or old.ranks % ranks_per_node:
-        raise ValueError(f"ranks_per_node: {ranks_per_node}, must divide the {old.ranks} ranks")
 
 
 def _local_sources(old: Plan, new: Plan) -> Ids:

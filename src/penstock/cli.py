@@ -53,7 +53,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if unknown:
-        _refuse(_innermost(commands.choices[args.asked_command], arguments[1:]), unknown)
+        _refuse(commands.choices[args.asked_command], arguments[1:], unknown)
     try:
         code: int = chosen.run(args)
     except chosen.USER_ERRORS as error:
@@ -62,16 +62,12 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
-def _innermost(command: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
-    """Return the parser of the subcommand that the words name, or of the command itself."""
+def _refuse(command: argparse.ArgumentParser, words: list[str], unknown: list[str]) -> None:
+    """Exit with an error that names the unknown option, and its replacement or the most similar flag. The error is that of
+    the subcommand that the words name, if there is one."""
     for action in command._actions:
         if isinstance(action, argparse._SubParsersAction):
-            return next((action.choices[word] for word in words if word in action.choices), command)
-    return command
-
-
-def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Exit with an error that names the unknown option, and its replacement or the most similar flag."""
+            command = next((action.choices[word] for word in words if word in action.choices), command)
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
