@@ -113,6 +113,7 @@ class Tools:
         if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
             log.warning("%s: the chat template does not support tools, so the prompt describes hermes's format", named)
         self.unheld = RecentKeys(MAX_UNHELD)  # sets of optional tools whose grammar was refused
+        self._grammars = RecentKeys(64)  # 256 KiB at most each; an agent sends the same tools with every request
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
@@ -164,9 +165,9 @@ class Tools:
         outputs = self._constraint(calls if is_held else None, wanted, thought)
         return ReadingPlan(calls, thought, is_held, shows), outputs
 
-    def key(self, calls: Calls, wanted: StructuredOutputs | None) -> bytes:
-        """Return the key of these calls, beside a format of the answer, in `unheld`."""
-        return hashlib.sha256(msgspec.json.encode([calls.form.name, calls.many, calls.functions, wanted])).digest()
+    def key(self, calls: Calls | None, wanted: StructuredOutputs | None, thought: Thinking | None = None) -> bytes:
+        """Return the key of what an answer may consist of."""
+        return hashlib.sha256(msgspec.json.encode([calls and [calls.form.name, *calls[1:]], wanted, thought])).digest()
 
     def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
         """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
@@ -190,9 +191,11 @@ class Tools:
         thought = None if thought is None or thought.is_over else thought
         if calls is None and (answer is None or thought is None):
             return answer
-        if is_harmony(calls, thought):
-            return StructuredOutputs(grammar=messages_grammar(self._special_ids, calls, answer))
-        return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
+        key = self.key(calls, answer, thought)
+        if key not in self._grammars:
+            of_messages = messages_grammar(self._special_ids, calls, answer) if is_harmony(calls, thought) else None
+            self._grammars.add(key, of_messages or grammar(self._special_ids, calls, answer, thought))
+        return StructuredOutputs(grammar=self._grammars[key])
 
 
 def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:

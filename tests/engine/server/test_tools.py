@@ -36,12 +36,13 @@ def grammar_of(server: Running) -> str | None:
 # Calls.
 
 
-def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running) -> None:
+def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen.engine.reply = SAID
     with qwen.openai() as openai_client:
         asked = {"model": MODEL, "tools": TOOLS}
         answer = openai_client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
         assert '"description": "Weather."' in qwen.prompt and '"strict"' not in qwen.prompt
+        monkeypatch.setattr("penstock.engine.server.tool_choice.grammar", pytest.fail)  # it is there already
         results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
         openai_client.chat.completions.create(**asked, messages=[*MESSAGES, answer, *results])
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}' in qwen.prompt
