@@ -4,9 +4,10 @@ Nothing is written before `begin`, so that until then another replica's answer c
 an answer cannot be taken back: a stream that breaks ends with an error event.
 """
 
+import logging
 import re
 
-from penstock.engine.http.errors import error_body
+from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import Dechunker
@@ -14,6 +15,7 @@ from penstock.router.http.upstream import Dechunker
 MAX_HELD_BYTES = 64 * 1024  # of a busy replica's answer, which another replica's may replace
 BUSY = frozenset({429, 503})  # another replica may give a better answer than these
 NO_ANSWER = AnswerHead(0, b"", None)
+log = logging.getLogger("penstock.router")
 _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 
@@ -78,3 +80,11 @@ def cached_tokens_in(data: bytes) -> int | None:
     """Return the cached tokens that a piece of a response body reports. (In generated text the quotes would be escaped.)"""
     found = _CACHED.findall(data)
     return int(found[-1]) if found else None
+
+
+def as_refusal(error: Exception) -> HttpError:
+    """Return the error that the client gets. The traceback of a bug goes to the log only."""
+    if isinstance(error, HttpError):
+        return error
+    log.error("a request failed in the router", exc_info=error)
+    return HttpError(500, "internal error")

@@ -17,9 +17,10 @@ from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.router.answer import as_refusal
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig
-from penstock.router.exchange import BeginTrace, Exchange, as_refusal
+from penstock.router.exchange import BeginTrace, Exchange
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection, Edge

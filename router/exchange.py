@@ -9,13 +9,12 @@ request cost as much as all of its parsing.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Literal
 
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError
-from penstock.router.answer import BUSY, AnswerWriter, cached_tokens_in
+from penstock.router.answer import BUSY, AnswerWriter, as_refusal, cached_tokens_in
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
@@ -27,18 +26,8 @@ from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import PrefillLeg, start_prefill
 from penstock.router.routed_request import RoutedRequest
 
-log = logging.getLogger("penstock.router")
-
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
-
-
-def as_refusal(error: Exception) -> HttpError:
-    """Return the error that the client gets. The traceback of a bug goes to the log only."""
-    if isinstance(error, HttpError):
-        return error
-    log.error("a request failed in the router", exc_info=error)
-    return HttpError(500, "internal error")
 
 
 class RequestTrace:
