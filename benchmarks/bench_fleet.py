@@ -41,7 +41,7 @@ from tests.support.router_fleet import mock_replicas
 
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.serving import EncodedCall, drive
-from penstock.engine.commands.prove.http_client import Client, Target
+from penstock.prove.http_client import Client, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 400
 START_TIMEOUT_S = 1200.0

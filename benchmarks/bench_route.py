@@ -46,7 +46,7 @@ from pairs import (
 from tests.support.router_fleet import mock_replicas
 
 from penstock.engine.commands.bench.serving import EncodedCall, drive
-from penstock.engine.commands.prove.http_client import Client, Target
+from penstock.prove.http_client import Client, Target
 
 LOADS = f"{sys.path[0]}/route_load.py"
 BACKEND = (sys.executable, LOADS, "backend", "{port}")

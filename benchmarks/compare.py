@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from pairs import answers, record, rounds, serving, summary
 
 from penstock.engine.commands import bench
-from penstock.engine.commands.prove.http_client import key_header
+from penstock.prove.http_client import key_header
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better

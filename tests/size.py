@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTED = (".py", ".c", ".h", ".js", ".css", ".html")
-ROOMS = ("engine", "executor", "cache", "eplb", "router", "csrc", "src")
+ROOMS = ("engine", "prove", "executor", "cache", "eplb", "router", "csrc", "src")
 
 
 def lines(paths: list[Path]) -> int:

@@ -24,7 +24,7 @@ def main() -> None:
     assert (
         block_keys(list(range(16)), 16)[0].hex() == "d4a2ea9e2c44d0b658cede080b1af81eed45de2164509435c4359eb4fd2dcc3a"
     )
-    from penstock.engine.http.page.document import document
+    from penstock.engine.page.document import document
 
     assert bytes(document().body).startswith(b"<!doctype html>")  # all their files are there
     assert "torch" not in sys.modules

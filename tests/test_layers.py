@@ -18,7 +18,7 @@ import pytest
 from tests.support.programs import printed
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("engine", "cache", "executor", "router", "eplb")
+ROOMS = ("engine", "cache", "executor", "router", "eplb", "prove")
 
 # Where imports may point, per room; a name stands for itself and everything beneath it.
 MAY_IMPORT = {
@@ -27,11 +27,13 @@ MAY_IMPORT = {
         *("executor.regular_files", "executor.shared_tensors", "executor.gguf_header", "executor.forward"),
         "executor.models.catalogue",
         "executor.loading.fields",  # without torch
+        "prove",
     },
     "executors": {"executor"},
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
+    "prove": {"prove"},
     "router": {
         *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
         "executor.process_life",
@@ -41,8 +43,8 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
-               "server", "commands"),
+    "engine": ("options vllm_options sampling_params model_files messages config", "http", "page", "text", "grammar", "core",
+               "front", "server", "commands"),
     "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
@@ -51,6 +53,19 @@ PARTS = {
     "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip
+# Parts that only the named modules import, so that each can be deleted together with its tests.
+LEAVES = {
+    "engine.page": {"engine.server.routes"},
+    "engine.server.agents": {"engine.server.routes", "engine.server.service"},
+    "engine.http.tracing": {"engine.server.spans", "router.spans"},
+    "engine.server.spans": {"engine.server.service"},
+    "router.spans": {"router.serve"},
+    "engine.commands.bench": {"cli"},
+    "prove": {"cli", "engine.commands.bench"},
+    "router.fleet.engine_feed": {"router.fleet"},
+    "router.placement.engine_blocks": {"router.placement", "router.fleet"},
+    "router.ray_serve": set(),
+}
 TORCH_LIVES_IN = {"executor"}
 TORCH_AND_CO = {"torch", "transformers", "triton", "safetensors.torch"}
 
@@ -141,6 +156,17 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
     return wrong
 
 
+def wrong_leaves(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Return the imports of leaves by a module that may not import them."""
+    names = [name.removeprefix("penstock.") for name in imports(source, module, is_package)]
+    return [
+        f"{name}, which is part of the leaf {leaf}"
+        for leaf, importers in LEAVES.items()
+        for name in names
+        if is_within(name, {leaf}) and not is_within(module, {leaf, *importers})
+    ]
+
+
 def part_of(name: str) -> int:
     """At which place of its room's parts a module, or a name in it, stands. A package that holds several parts: 0."""
     room, _, rest = name.partition(".")
@@ -224,7 +250,20 @@ def test_modules_import_nothing_that_stands_above_them_in_their_room() -> None:
     assert complaints(check, [path for path in modules() if room_of(path) in PARTS]) == {}
 
 
-@pytest.mark.parametrize("room", ["cache", "executor", "router", "eplb"])
+def test_leaves_are_imported_only_by_the_modules_that_may() -> None:
+    def check(path: Path, module: str, source: str) -> list[str]:
+        return wrong_leaves(source, module, path.name == "__init__.py")
+
+    assert complaints(check, modules()) == {}
+    assert wrong_leaves("import penstock.prove.judge", "engine.core.kv") != []
+
+
+def test_every_leaf_exists() -> None:
+    paths = [ROOT / leaf.replace(".", "/") for leaf in LEAVES]
+    assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").is_file())] == []
+
+
+@pytest.mark.parametrize("room", ["cache", "executor", "router", "eplb", "prove"])
 def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
     assert circle(room) == []
 
@@ -265,7 +304,7 @@ def importing(*rooms: str) -> str:
 # What runs, one after the other, without torch and what it brings.
 LIGHT = {
     "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
-    "every module of engine, cache and router": importing("engine", "cache", "router"),
+    "every module of engine, cache, router and prove": importing("engine", "cache", "router", "prove"),
     "the executor's protocol": "import penstock.executor.protocol",
     "what goes on while torch is imported": "import penstock.executor.loading.ahead",
     "penstock --help": "program(['--help'])",

@@ -110,7 +110,7 @@ READERS = {
     "bench": ["engine/commands/bench/*.py"],
     "cache": ["cache/tiers/disk/operate.py"],
     "models": ["engine/commands/models.py"],
-    "prove": ["engine/commands/prove/*.py"],
+    "prove": ["prove/*.py"],
 }
 
 

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("engine", "executor", "cache", "eplb", "router")
+ROOMS = ("engine", "executor", "cache", "eplb", "router", "prove")
 # Folders in plain technical English. The tests are not yet.
-PLAIN = ("benchmarks", "cache", "csrc", "engine", "eplb", "executor", "router", "src")
+PLAIN = ("benchmarks", "cache", "csrc", "engine", "eplb", "executor", "prove", "router", "src")
 CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ |^ \* )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
@@ -35,10 +35,8 @@ def test_no_two_classes_of_the_product_have_one_name() -> None:
 
 
 def test_no_file_name_stands_twice_in_a_room() -> None:
-    """`penstock prove` is a package of its own, which knows nothing of the engine."""
     for room in ROOMS:
-        paths = [path for path in files(room) if "commands/prove/" not in str(path)]
-        names = Counter(path.name for path in paths if path.name != "__init__.py")
+        names = Counter(path.name for path in files(room) if path.name != "__init__.py")
         assert [name for name, count in names.items() if count > 1] == []
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
-from penstock.engine.http.page.document import document
+from penstock.engine.page.document import document
 from penstock.engine.server import control, scoring
 from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.chat import chat

@@ -93,9 +93,7 @@ _COMMANDS = {
     "serve": Command("Serve a model over an OpenAI-compatible API.", "engine.commands.serve"),
     "route": Command("Route requests to many servers, each to the one that has its prefix in cache.", "router.serve"),
     "bench": Command("Measure a server or the engine itself.", "engine.commands.bench"),
-    "prove": Command(
-        "Check that a server gives the same answers under load and faults as alone.", "engine.commands.prove"
-    ),
+    "prove": Command("Check that a server gives the same answers under load and faults as alone.", "prove"),
     "cache": Command("Inspect, verify or clear KV blocks on a disk.", "cache.tiers.disk.operate"),
     "models": Command("List the families of models that run.", "engine.commands.models"),
 }

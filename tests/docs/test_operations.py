@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.http.page.document import document
 from penstock.engine.messages import Stats
+from penstock.engine.page.document import document
 from penstock.executor.protocol import ExpertUpdate
 from tests.support.router_fleet import running_router
 from tests.support.running_server import running

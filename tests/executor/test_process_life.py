@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.engine.commands.prove.own.server import DIE_WITH, PENSTOCK
 from penstock.executor.process_life import (
     STOP_SIGNALS,
     Channels,
@@ -31,6 +30,7 @@ from penstock.executor.process_life import (
     stop_signals,
     wait_for,
 )
+from penstock.prove.own.server import DIE_WITH, PENSTOCK
 
 HALF = "half a message"
 

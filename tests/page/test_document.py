@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.http.page.document import document
+from penstock.engine.page.document import document
 from tests.support.router_fleet import running_router
 from tests.support.running_server import Running, running
 

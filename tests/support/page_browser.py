@@ -145,6 +145,6 @@ def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
 def scripts(browser: Any, *names: str) -> Iterator[Any]:
     """An empty page with these parts of the page's script, whose functions a test can call."""
     with visit(browser, "about:blank") as page:
-        folder = resources.files("penstock.engine.http.page")
+        folder = resources.files("penstock.engine.page")
         page.add_script_tag(content="\n".join(folder.joinpath(name).read_text("utf-8") for name in names))
         yield page

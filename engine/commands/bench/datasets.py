@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.commands.prove.questions import WORDS
 from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, flag, options_of
+from penstock.prove.questions import WORDS
 
 _WORDS = WORDS.split()
 _SPECIAL_IDS = 100  # the lowest ids are often special tokens, so they are not drawn

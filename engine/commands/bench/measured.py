@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.prove.http_client import Events
+from penstock.prove.http_client import Events
 
 ERROR_BYTES = 2000  # kept of an error's body
 

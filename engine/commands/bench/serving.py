@@ -24,10 +24,10 @@ from tqdm import tqdm
 from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.report import details, output_file, serving_table, summarize, write_json
-from penstock.engine.commands.prove.http_client import Client, Target, key_header
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files
 from penstock.engine.options import Count, Seed, flag
+from penstock.prove.http_client import Client, Target, key_header
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 VOCAB_SIZE = 10_000  # random token ids are below this number, which is less than any usual vocabulary has

@@ -21,11 +21,11 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from penstock.engine.commands.bench.report import output_file, write_json
-from penstock.engine.commands.prove.http_client import key_header
-from penstock.engine.commands.prove.own.server import END_SIGNALS, PENSTOCK, free_port, stop
 from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, flag
 from penstock.executor.process_life import stop_signals
+from penstock.prove.http_client import key_header
+from penstock.prove.own.server import END_SIGNALS, PENSTOCK, free_port, stop
 
 POLL_S, TIMEOUT_S = 0.02, 900.0
 WITHOUT_PROXY = build_opener(ProxyHandler({}))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
-from penstock.engine.commands.prove.http_client import Client, Target
+from penstock.prove.http_client import Client, Target
 from tests.support.bench_endpoint import completion, endpoint
 from tests.support.router_stub import Answer, Seen, Stub
 

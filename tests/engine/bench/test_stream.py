@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.report import details, summarize
-from penstock.engine.commands.prove.http_client import Events
+from penstock.prove.http_client import Events
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
 PAYLOADS = [b'{"a": "\xc3\xa9"}', b'{"b": 2}', b"one\ntwo", b"[DONE]"]

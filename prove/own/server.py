@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.executor.process_life import STOP_SIGNALS
-
 from ..http_client import Client, Target
 from ..options import ProveError
 
 START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 # The signals on which prove ends its servers. nohup makes a process ignore one of them, a shell's background job two.
 END_SIGNALS = [
-    each for each in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) != signal.SIG_IGN
+    each
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    if signal.getsignal(each) != signal.SIG_IGN
 ]
 PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 DIE_WITH = (sys.executable, "-P", "-m", "penstock.executor.process_life")  # then the parent's PID, then the command

@@ -18,25 +18,25 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock import prove
 from penstock.cache.tiers.index import TierIndex
-from penstock.engine.commands import prove
-from penstock.engine.commands.prove import abilities, proof, repeat, session
-from penstock.engine.commands.prove.abilities import detect_abilities
-from penstock.engine.commands.prove.answers import AskResult, TextChoice
-from penstock.engine.commands.prove.asker import Asker
-from penstock.engine.commands.prove.judge import allowed, compare
-from penstock.engine.commands.prove.options import ProveError, ProveOptions, request_headers
-from penstock.engine.commands.prove.own import server as own_server
-from penstock.engine.commands.prove.own.faults import FAULTS as OWN_FAULTS
-from penstock.engine.commands.prove.own.faults import FaultScene
-from penstock.engine.commands.prove.own.server import WORLDS, OwnServer
-from penstock.engine.commands.prove.proof import HELD, REACHED
-from penstock.engine.commands.prove.questions import Abilities, Ask
-from penstock.engine.commands.prove.report import exit_code
-from penstock.engine.commands.prove.schema import errors_of
 from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import Stats
 from penstock.engine.server.metrics import stats_families
+from penstock.prove import abilities, proof, repeat, session
+from penstock.prove.abilities import detect_abilities
+from penstock.prove.answers import AskResult, TextChoice
+from penstock.prove.asker import Asker
+from penstock.prove.judge import allowed, compare
+from penstock.prove.options import ProveError, ProveOptions, request_headers
+from penstock.prove.own import server as own_server
+from penstock.prove.own.faults import FAULTS as OWN_FAULTS
+from penstock.prove.own.faults import FaultScene
+from penstock.prove.own.server import WORLDS, OwnServer
+from penstock.prove.proof import HELD, REACHED
+from penstock.prove.questions import Abilities, Ask
+from penstock.prove.report import exit_code
+from penstock.prove.schema import errors_of
 from tests.support import reference_server
 from tests.support.programs import printed
 from tests.support.reference_server import CONTEXT, DEFECTS, MODEL, ReferenceServer, write
@@ -461,10 +461,9 @@ def test_the_figures_that_are_looked_at_are_those_of_our_metrics() -> None:
 
 
 def test_a_proof_of_another_server_loads_nothing_of_the_engine() -> None:
-    code = "import sys, penstock.engine.commands.prove; print(*(name for name in sys.modules if 'penstock' in name))"
-    parents = {"penstock", "penstock.engine", "penstock.engine.commands"}
-    loaded = {name for name in printed(code).split() if not name.startswith("penstock.engine.commands.prove")}
-    assert loaded == parents
+    code = "import sys, penstock.prove; print(*(name for name in sys.modules if 'penstock' in name))"
+    loaded = {name for name in printed(code).split() if not name.startswith("penstock.prove")}
+    assert loaded == {"penstock"}
 
 
 def test_a_temporary_folder_may_have_a_space_in_its_path(tmp_path: Path) -> None:

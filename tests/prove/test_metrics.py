@@ -5,7 +5,7 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.commands.prove.metrics import Metrics
+from penstock.prove.metrics import Metrics
 
 
 def written() -> str:

@@ -14,10 +14,10 @@ from benchmarks.export import write_folder
 from safetensors.numpy import save_file
 
 from penstock.cli import main
-from penstock.engine.commands.prove.own.faults import FAULTS
-from penstock.engine.commands.prove.own.server import WORLDS
 from penstock.engine.model_files import resolve_model
 from penstock.executor.gguf_header import GgufHeader
+from penstock.prove.own.faults import FAULTS
+from penstock.prove.own.server import WORLDS
 from tests.support.default_file import needs_model
 from tests.support.reference_server import DEFECTS, ReferenceServer
 from tests.support.router_fleet import mock_replicas

@@ -5,11 +5,10 @@ import contextlib
 import random
 import shlex
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from penstock.executor.process_life import stop_signals
 
 from ..options import ProveError, ProveOptions, chosen, request_headers
 from ..proof import Proof
@@ -38,9 +37,22 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
         server = OwnServer(world, options.model, shlex.split(options.serve_options), Path(folder))
         task = asyncio.current_task()
         assert task is not None
-        with contextlib.closing(server), stop_signals(task.cancel, END_SIGNALS):  # our processes do not outlive us
+        with contextlib.closing(server), _cancelling(task):  # our processes do not outlive us
             await server.start(request_headers(options))
             return await prove(server.url, name, options, partial(_inject, server, name) if name in FAULTS else None)
+
+
+@contextlib.contextmanager
+def _cancelling(task: asyncio.Task[Any]) -> Iterator[None]:
+    """Cancel the task when a signal asks prove to end."""
+    loop = asyncio.get_running_loop()
+    for number in END_SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in END_SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 async def _inject(server: OwnServer, name: str, proof: Proof) -> None:
