@@ -22,9 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 ContextLimit = Literal["model", "max_model_len", "kv_cache"]
 LoadFormat = Literal["auto", "dummy"]
 KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's dtype; the other two mean the same
-# The result instead of tokens: the last position's vector, the mean over all positions, or a classifier's label scores.
-Pooled = Literal["last", "mean", "labels"]
-Activation = Literal["identity", "sigmoid", "softmax"]  # applied to a label's score before it is returned
+Pooled = Literal["last", "mean"]  # the result instead of tokens: the last position's vector, or the mean over all
 SleepLevel = Literal[1, 2]  # 1 frees the KV cache; 2 also drops the weights, which update_weights must then replace
 Part = Literal["weights", "kv_cache"]  # parts of the memory, with vLLM's names
 
@@ -75,7 +73,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: bytes  # int32 little-endian: the prompt, then the tokens sampled before a preemption
     num_prompt: int
     sampling: Sampling
-    pooling: Pooled | None = None  # compute an embedding, not tokens; "labels" without a head: logits of `allowed_ids`
+    pooling: Pooled | None = None  # compute an embedding, not tokens
     adapter: str | None = None  # the key of a loaded LoRA adapter
 
 
@@ -228,15 +226,6 @@ class GroupInfo(msgspec.Struct, frozen=True):
         return min(num_blocks, (self.window - 1 + chunk + block_size - 2) // block_size + 1)
 
 
-class LabelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The labels of a classification model."""
-
-    names: tuple[str, ...]
-    activation: Activation
-    # Set if the model has no classification head: the words for no and yes, compared as the first token of its answer.
-    tokens: tuple[str, str] | None = None
-
-
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of the loaded model and of its memory that the engine needs."""
 
@@ -257,7 +246,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # the stores below the host tier, nearest first
     serves_peers: bool = False
-    labels: LabelInfo | None = None  # set for classification models; unless it has `tokens`, no text is generated
     # At least one attention group: full attention first, then windows; last the group for recurrent states, if any.
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
     max_loras: int = 0  # maximum number of different adapters in one step; 0: LoRA is disabled

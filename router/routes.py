@@ -1,11 +1,11 @@
 """The routes of a router: those that it answers itself, and those that it passes to a replica."""
 
 from penstock.router.http.heads import ClientRequest
-from penstock.router.placement.prompts import POOLED, PROMPTS
+from penstock.router.placement.prompts import EMBEDDINGS, PROMPTS
 
 RESPONSES = "/v1/responses"
 STORED = "/v1/responses/"  # before the id of a response that a replica stores
-PROXIED = frozenset({*PROMPTS, *POOLED, "/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+PROXIED = frozenset({*PROMPTS, EMBEDDINGS, "/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # of the others: GET and HEAD
 PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}

@@ -112,8 +112,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
             def announce(url: str) -> None:
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-                labels = engine.info.labels
-                _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
+                _say_curl(url, server, template is not None)
 
             return int(
                 await lifetime.serve(engine, tokenizer, template, server, sockets=sockets, on_listening=announce)
@@ -149,12 +148,10 @@ def _say_memory(info: ModelInfo) -> None:
     _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit[info.context_limit]}")
 
 
-def _say_curl(url: str, server: ServerConfig, has_template: bool, classifies: bool = False) -> None:
+def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:
     """Print a curl command for a first request: short enough for a small model on a CPU, and streamed."""
     body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
-    if classifies:
-        path, body = "classify", {"model": server.served_model_names[0], "input": "It was a lovely day."}
-    elif has_template:
+    if has_template:
         path = "v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Explain gravity in one sentence."}]
     else:

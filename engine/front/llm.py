@@ -19,7 +19,6 @@ from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.labels import asking_for, labels_of, shown
 from penstock.engine.front.offline_call import (
     Bar,
     Batch,
@@ -33,17 +32,13 @@ from penstock.engine.front.offline_call import (
     split_salt,
 )
 from penstock.engine.front.results import (
-    ClassificationOutput,
     EmbeddingOutput,
     PooledRequestOutput,
     RequestOutput,
     RequestsFailed,
     Result,
-    ScoringOutput,
-    Shown,
     completed,
-    embedding_of,
-    pooled,
+    embedded,
 )
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
@@ -52,11 +47,10 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.model_text import load_tokenizer
-from penstock.engine.text.prompt import pair_prompts
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm_options import nearest
-from penstock.executor.protocol import ModelInfo, Part, Pooled, SleepLevel
+from penstock.executor.protocol import ModelInfo, Part, SleepLevel
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executors import open_executor
 
@@ -168,37 +162,11 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        return self._pool(
-            as_list(prompts),
-            params,
-            pooling,
-            use_tqdm,
-            lambda numbers: EmbeddingOutput(embedding_of(numbers, normalize).tolist()),
-        )
-
-    def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True
-    ) -> list[PooledRequestOutput[ClassificationOutput]]:
-        """Return the probabilities of the labels for each prompt. The model must have a classification head."""
-        return self._label(as_list(prompts), use_tqdm, ClassificationOutput)
-
-    def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: Bar = True
-    ) -> list[PooledRequestOutput[ScoringOutput]]:
-        """Return how well pairs of texts match: one text with each of several, or each with its own. The model must have a
-        head of one label, or tokens for no and yes."""
-        labels_of(self.info, is_scored=True)
-        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
-        prompts: list[Prompt] = [*self.get_tokenizer()(texts, adds_special)["input_ids"]]
-        return self._label(prompts, use_tqdm, lambda values: ScoringOutput(values[0]))
-
-    def _label(
-        self, prompts: list[Prompt], use_tqdm: Bar, show: Callable[[list[float]], Shown]
-    ) -> list[PooledRequestOutput[Shown]]:
-        labels = labels_of(self.info)
-        params = asking_for(labels, self.tokenizer)
-        return self._pool(prompts, params, "labels", use_tqdm, lambda numbers: show(shown(labels, numbers)))
+        with self._turn:
+            batch = Batch(self._running())
+            for prompt in as_list(prompts):
+                self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
+            return self._run(batch, use_tqdm, lambda answer, prompt: embedded(answer, prompt, normalize))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"LLM has no attribute {name!r}{nearest(name, dir(type(self)))}")
@@ -322,20 +290,6 @@ class LLM:
         copy.detokenize = copy.detokenize and self.tokenizer is not None
         copy.check(self.info.vocab_size, self._max_logprobs)
         return copy
-
-    def _pool(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        pooling: Pooled,
-        use_tqdm: Bar,
-        show: Callable[[bytes], Shown],
-    ) -> list[PooledRequestOutput[Shown]]:
-        with self._turn:
-            batch = Batch(self._running())
-            for prompt in prompts:
-                self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
-            return self._run(batch, use_tqdm, lambda answer, prompt: pooled(answer, prompt, show))
 
     def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> None:
         """Add a request to the batch. `begin_answer` explains the options."""

@@ -63,20 +63,8 @@ class EmbeddingOutput(msgspec.Struct):
     embedding: list[float]
 
 
-class ClassificationOutput(msgspec.Struct):
-    probs: list[float]  # one for each label
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.probs)
-
-
-class ScoringOutput(msgspec.Struct):
-    score: float
-
-
 class PooledRequestOutput(msgspec.Struct, Generic[Shown]):
-    """The result of a prompt for `LLM.embed`, `classify` or `score`."""
+    """The result of a prompt for `LLM.embed`."""
 
     request_id: str
     prompt: str | None
@@ -114,9 +102,10 @@ def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> Req
     )
 
 
-def pooled(answer: Answer, prompt: str | None, show: Callable[[bytes], Shown]) -> PooledRequestOutput[Shown]:
+def embedded(answer: Answer, prompt: str | None, normalize: bool) -> PooledRequestOutput[EmbeddingOutput]:
     assert answer.embedding is not None
-    return PooledRequestOutput(**_request(answer, prompt), outputs=show(answer.embedding))
+    vector = embedding_of(answer.embedding, normalize)
+    return PooledRequestOutput(**_request(answer, prompt), outputs=EmbeddingOutput(vector.tolist()))
 
 
 def _request(answer: Answer, prompt: str | None) -> dict[str, Any]:

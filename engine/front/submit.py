@@ -110,8 +110,6 @@ def begin_answer(
     `sampling`: derived from the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
     sort, and a call may have a thousand prompts.
     """
-    if fields.get("pooling") is None and info.labels is not None and info.labels.tokens is None:
-        raise InvalidRequest("model", "it classifies texts and generates none; use /classify, /score or /rerank")
     if not isinstance(prompt, bytes):
         prompt = token_bytes(prompt, info.vocab_size)
     check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))

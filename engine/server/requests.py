@@ -18,7 +18,7 @@ from penstock.engine.http.body import decode, split_object
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
-TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "documents", "text_1", "text_2"})
+TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
 # Fields of SamplingParams that requests have under the same name and with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 

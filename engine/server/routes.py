@@ -13,10 +13,11 @@ from starlette.routing import Route
 
 import penstock
 from penstock.engine.page.document import document
-from penstock.engine.server import control, scoring
+from penstock.engine.server import control
 from penstock.engine.server.agents import items_api, messages_api
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
+from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, HandledRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
@@ -27,11 +28,10 @@ Shown = Callable[[Service], dict[str, Any] | Response]
 POSTS = (
     HandledRoute("/v1/chat/completions", chat, takes_ids=True),
     HandledRoute("/v1/completions", completions, takes_ids=True),
-    HandledRoute("/v1/embeddings", scoring.embeddings),
+    HandledRoute("/v1/embeddings", embeddings),
     HandledRoute("/tokenize", tokenize),
     HandledRoute("/detokenize", detokenize),
     HandledRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),
-    *scoring.ROUTES,
     HandledRoute("/v1/responses", items_api.responses),
     HandledRoute("/v1/messages", messages_api.messages),
     HandledRoute("/v1/messages/count_tokens", messages_api.count_tokens),

@@ -49,25 +49,6 @@ def thinking_switch(is_on: bool) -> dict[str, bool]:
     return {"enable_thinking": is_on, "thinking": is_on}
 
 
-def pair_prompts(
-    template: ChatTemplate | None, first: list[str], second: list[str], fields: tuple[str, str]
-) -> tuple[list[str], bool]:
-    """Return the prompts for one text with each of several, or each with its own; and whether special tokens are added.
-
-    A template for pairs gets messages of the roles query and document; without such a template the texts are
-    concatenated.
-    """
-    if len(first) not in (1, len(second)) or not second:
-        what = f"{len(first)} texts for {len(second)} of {fields[1]}; one, or as many, and at least one, are expected"
-        raise InvalidRequest(fields[0] if second else fields[1], what)
-    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-    source = "" if template is None else template.source.replace("'", '"')
-    if template is None or '"query"' not in source or '"document"' not in source:
-        return ["".join(pair) for pair in pairs], True
-    chats = ([{"role": "query", "content": one}, {"role": "document", "content": other}] for one, other in pairs)
-    return [chat_prompt(template, chat, add_generation_prompt=False) for chat in chats], False
-
-
 def rendering(request: object) -> dict[str, Any]:
     """Return the rendering fields of a request as keyword arguments for `chat_prompt`."""
     return {name: getattr(request, name) for name in RENDERING}

@@ -24,11 +24,11 @@ from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.digests import Digests
-from penstock.executor.models.registry import HEAD, find_architecture, text_of, without_head
+from penstock.executor.models.registry import find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType, LabelInfo
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,6 @@ class LoadedModel:
     fingerprint: bytes
     memory: dict[str, int]  # kind of weights → bytes
     placement: Plan | None  # the placement of experts, with expert parallelism
-    labels: LabelInfo | None  # the labels of a classification model
-    label_head: torch.Tensor | None  # [labels, hidden], float32; None if the labels are tokens
     adapters: AdapterStore | None
 
     @property
@@ -71,7 +69,7 @@ def load_update(
             checkpoint = open_tensors(path, Path(config.model), config)
         config = msgspec.structs.replace(config, load_format="auto")
         loaded = load_model(config, device, group, lambda _line: None, checkpoint, before, digests)
-    for name in ("architecture", "spec", "labels", "num_positions", "kv_dtype"):
+    for name in ("architecture", "spec", "num_positions", "kv_dtype"):
         old, new = getattr(before, name), getattr(loaded, name)
         if old != new:
             raise ExecutorError(f"{source}: another model: {_difference(name, old, new)}")
@@ -100,7 +98,7 @@ def load_model(
     digests: Digests | None = None,
 ) -> LoadedModel:
     """Load a model from `checkpoint`. With `before`, the new weights can replace those of that model."""
-    name, spec, labels, fields, arranged = _read_settings(config, checkpoint, progress)
+    name, spec, fields, arranged = _read_settings(config, checkpoint, progress)
     kept_codes = _kept_codes(checkpoint, config, device)
     dtype = before.dtype if before else _compute_dtype(config, fields, checkpoint, kept_codes, device, progress)
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
@@ -119,9 +117,6 @@ def load_model(
     weights = Weights(read, dtype, device, group, progress, ops, digests, placement, kept_codes, config.enable_lora)
     num_positions = config.max_model_len or spec.max_positions
     model = Decoder(spec, weights, ops, num_positions, device)
-    head = None
-    if labels is not None and labels.tokens is None:
-        head = weights.float32(HEAD, (len(labels.names), spec.hidden_size))
     if isinstance(read, CheckpointReader):
         # Additional layers for multi-token prediction (DeepSeek-V3 has one) are not used.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
@@ -140,21 +135,18 @@ def load_model(
         held = before and before.adapters  # they are the same for other weights
         adapters = held or _open_adapters(config, name, spec, model, weights, device)
         memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
-    return LoadedModel(
-        name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, labels, head, adapters
-    )
+    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, adapters)
 
 
 def _read_settings(
     config: ExecutorConfig, checkpoint: Checkpoint, progress: Callable[[str], None]
-) -> tuple[str, DecoderSpec, LabelInfo | None, Fields, Checkpoint]:
-    """Return the architecture's name, its settings, a classifier's labels, the fields of config.json, and the
-    checkpoint in the decoder's layout."""
+) -> tuple[str, DecoderSpec, Fields, Checkpoint]:
+    """Return the architecture's name, its settings, the fields of config.json, and the checkpoint in the decoder's
+    layout."""
     path, is_dummy = Path(config.model), config.load_format == "dummy"
     where = str(path / "config.json" if path.is_dir() else path)
-    config_of_all, labels = without_head(checkpoint.config, where)
-    text = text_of(config_of_all, where)
-    is_part = text is not config_of_all
+    text = text_of(checkpoint.config, where)
+    is_part = text is not checkpoint.config
     if is_part and "tie_word_embeddings" not in text and not is_dummy:
         text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
     fields = Fields(text, where)
@@ -170,7 +162,7 @@ def _read_settings(
     spec = spec.for_positions(num_positions)
     if (spec.arrangement != AS_LLAMA or is_part) and not is_dummy:
         checkpoint = Arranged(checkpoint, spec.arrangement)
-    return name, spec, labels, fields, checkpoint
+    return name, spec, fields, checkpoint
 
 
 def _compute_dtype(

@@ -121,7 +121,6 @@ class Rank:
             serves_peers=self._tiers.serves_peers,
             groups=layout.groups,
             max_loras=config.max_loras if config.enable_lora else 0,
-            labels=loaded.labels,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
 
@@ -331,10 +330,7 @@ class Rank:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             tokens = self._chunk_buckets()
             graphs = StepGraphs(inputs, model, pages, ops, buckets, tokens, CudaGraphs, self._group, adapters)
-        head = self._loaded.label_head
-        return ModelRunner(
-            model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, head, adapters
-        )
+        return ModelRunner(model, pages, sampler, inputs, device, self._group, transfers, rebalancer, graphs, adapters)
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         model, size, dtype = self._loaded.model, self._config.block_size, self._loaded.kv_dtype

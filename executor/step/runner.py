@@ -57,7 +57,7 @@ class Pooler:
 
 
 def embedding_bytes(embedding: torch.Tensor) -> bytes:
-    """Return an embedding or a label head's outputs [width] for a step's result; raise ValueError if not finite."""
+    """Return an embedding [hidden] for a step's result; raise ValueError if not finite."""
     embedding = embedding.float().cpu()
     if not torch.isfinite(embedding).all():
         raise ValueError("the model's hidden states are not finite (NaN or infinity)")
@@ -91,13 +91,12 @@ class ModelRunner:
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
         graphs: StepGraphs | None = None,
-        label_head: torch.Tensor | None = None,  # [labels, hidden], float32
         adapters: AdapterStore | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._label_head, self._adapters = graphs, label_head, adapters
+        self._graphs, self._adapters = graphs, adapters
         # Adapter numbers of the store, by slot.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
@@ -279,19 +278,10 @@ class ModelRunner:
                 embedding = self._pooler.mean(admission, hidden, end)
             elif admission.pooling == "last" and end == num_prompt:
                 embedding = embedding_bytes(hidden[-1])
-            elif admission.pooling == "labels" and end == num_prompt:
-                embedding = self._find_labels(admission.sampling.allowed_ids, hidden[-1:])
             if embedding is not None:
                 launched.result.embeddings[index] = embedding
         except ValueError as error:
             launched.result.errors[index] = str(error)
-
-    def _find_labels(self, tokens: tuple[int, ...], hidden: torch.Tensor) -> bytes | None:
-        """Return the label head's outputs, or the logits of `tokens` (first rank only). hidden [1, hidden]"""
-        if self._label_head is not None:
-            return embedding_bytes((hidden.float() @ self._label_head.T)[0])
-        logits = self._model.logits(hidden)
-        return None if logits is None else embedding_bytes(logits[0, list(tokens)])
 
     def _find_prompt_logprobs(
         self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: LaunchedStep

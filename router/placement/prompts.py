@@ -36,8 +36,8 @@ PROMPTS = {
     "/v1/responses": ("instructions", "input"),
     "/v1/messages": ("system", "messages"),
 }
-# Routes whose texts a replica computes too. They are placed by load alone. Other routes without a prompt cost no prefill.
-POOLED = frozenset({"/v1/embeddings", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
+# Its texts are computed too, and it is placed by load alone. Other routes without a prompt cost no prefill.
+EMBEDDINGS = "/v1/embeddings"
 
 # Fields that do not change the prompt. With a field that is not listed, the replica is not sent ids.
 NOT_IN_PROMPT = frozenset(
@@ -139,7 +139,7 @@ class PromptReader:
         """Prepare a request. Safe in any thread. `adapter`: the key of the adapter that the model name stands for. Raises
         HttpError for a body that no replica would take."""
         if path not in PROMPTS:
-            return Routable(None, len(body) // BYTES_PER_TOKEN if path in POOLED else 0)
+            return Routable(None, len(body) // BYTES_PER_TOKEN if path == EMBEDDINGS else 0)
         ids = self.ids(path, body, parsed) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
             text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])

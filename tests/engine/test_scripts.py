@@ -172,8 +172,6 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "reward": (lambda llm: llm.reward(PROMPTS), AttributeError, "reward"),
     "the engine within": (lambda llm: llm.llm_engine.model_config, AttributeError, "llm_engine"),
     "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
-    "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
-    "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
     "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "lora_request"),  # type: ignore[call-arg]
     "an adapter's name": (lambda llm: llm.generate("a", lora_request="x"), InvalidRequest, "str given; a LoRARequest"),  # type: ignore[arg-type]
     "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "prompt_token_ids"),  # type: ignore[call-arg]

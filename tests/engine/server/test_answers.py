@@ -11,9 +11,9 @@ from msgspec import Raw
 
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server import answers, completions
+from penstock.engine.server.embeddings import _vector
 from penstock.engine.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.engine.server.requests import EmbeddingRequest
-from penstock.engine.server.scoring import _vector
 from penstock.executor.protocol import TokenLogprobs
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, events, running

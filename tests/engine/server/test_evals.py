@@ -109,13 +109,3 @@ def test_what_is_not_served_is_refused_with_the_reason(server: Running, field: s
     refused = server.complete(**{field: value})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == field
     assert reason in refused.json()["error"]["message"]
-
-
-def test_a_model_without_labels_says_so(server: Running) -> None:
-    for path, body in (
-        ("/classify", {"input": "a"}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
-        ("/rerank", {"query": "a", "documents": ["b"]}),
-    ):
-        refused = server.post(path, body)
-        assert refused.status_code == 400 and "classification head" in refused.json()["error"]["message"], path
