@@ -97,7 +97,7 @@ class Compiler:
         """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
         job = Job(source)
         if self._num_threads < NUM_THREADS:
-            self._spawn()
+            start_thread(self._work)
             self._num_threads += 1
         self._jobs.put(job)
         return job
@@ -109,7 +109,7 @@ class Compiler:
             if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
                 return
             with contextlib.suppress(RuntimeError):  # no other thread starts, so this one stays
-                self._spawn()
+                start_thread(self._work)
                 self._given_up.add(job.result)
 
     def close(self) -> None:
@@ -120,13 +120,6 @@ class Compiler:
     def check(self) -> None:
         with self._lock:
             assert not self._kept or self._fits()
-
-    def _spawn(self) -> None:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            threading.Thread(target=self._work, name="grammars", daemon=True).start()
-        finally:
-            threading.stack_size(before)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -175,3 +168,12 @@ class Compiler:
 
     def _fits(self) -> bool:
         return len(self._kept) == 1 or (len(self._kept) <= MAX_KEPT and sum(map(len, self._kept)) <= MAX_KEPT_CHARS)
+
+
+def start_thread(work: Callable[[], None]) -> None:
+    """Start a daemon thread whose stack is large enough for the deepest grammar."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        threading.Thread(target=work, name="grammars", daemon=True).start()
+    finally:
+        threading.stack_size(before)

@@ -59,11 +59,9 @@ async def ask(
     with service.admit(params.n):
         given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
         (prompt,) = await to_ids("messages", [given], service, request)
-    check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
-    begun = conversation.last_text if request.continue_final_message else ""
-
-    async def begin(holds_optional: bool) -> ReadingPlan:
-        plan, held = tools.plan(request, begun, calls, prompt, wanted, holds_optional=holds_optional)
+        check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
+        begun = conversation.last_text if request.continue_final_message else ""
+        plan, held = await tools.plan(request, begun, calls, prompt, wanted)
         # Not admitted again: a server that has begun to drain meanwhile still answers this call.
         service.generate(
             call,
@@ -73,23 +71,8 @@ async def ask(
             kv_transfer=request.kv_transfer_params,
             shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
         )
-        await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
-        return plan
-
-    if calls is None or calls.must or any(each.is_strict for each in calls.functions):
-        return await begin(holds_optional=True)
-    # The client did not request a grammar of calls, so if it is refused, optional calls are not constrained.
-    key = tools.key(calls, wanted)
-    try:
-        return await begin(holds_optional=key not in tools.unheld)
-    except InvalidRequest as refusal:
-        if refusal.field != "tools":
-            raise
-        service.forget(call)
-        call.answers = []
-        plan = await begin(holds_optional=False)  # names the format if that is what is refused
-        tools.remember_unheld(key, calls, refusal)
-        return plan
+    await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
+    return plan
 
 
 class ChatReply:

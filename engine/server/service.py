@@ -152,12 +152,8 @@ class Service:
         return updates
 
     def release(self, call: Call) -> None:
-        """Record the spans of a call and abort its answers. Finished answers are not affected."""
+        """Record the spans of a call, abort its answers and count them. Finished answers are not aborted."""
         self.spans.phases(call)
-        self.forget(call)
-
-    def forget(self, call: Call) -> None:
-        """Abort the call's answers and count them in the metrics."""
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)

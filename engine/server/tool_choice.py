@@ -10,12 +10,14 @@ import re
 import secrets
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.cache.keys import RecentKeys
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
+from penstock.engine.grammar.validator import Validator
 from penstock.engine.http.errors import clip
 from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
@@ -35,7 +37,6 @@ log = logging.getLogger("penstock.engine")
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # JSON size of one function's parameters
-MAX_UNHELD = 256
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates only allow letters and digits
 END_TOKENS = 16  # tokens at the end of a prompt: enough for a mark and whitespace after it
 
@@ -112,8 +113,9 @@ class Tools:
             self.form = None if named == "none" else formats.named(named, source, has_args)
         if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
             log.warning("%s: the chat template does not support tools, so the prompt describes hermes's format", named)
-        self.unheld = RecentKeys(MAX_UNHELD)  # sets of optional tools whose grammar was refused
-        self._grammars = RecentKeys(64)  # 256 KiB at most each; an agent sends the same tools with every request
+        self._validator = Validator()
+        # 256 KiB at most each, or None if refused; an agent sends the same tools with every request.
+        self._grammars = RecentKeys(64)
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         texts = [*tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
@@ -146,34 +148,23 @@ class Tools:
         many = request.parallel_tool_calls is not False and self.form.has_many and not isinstance(choice, NamedTool)
         return Calls(self.form, functions, must, many)
 
-    def plan(
+    async def plan(
         self,
         request: ChatRequest,
         begun: str,
         calls: Calls | None,
         prompt: bytes,
         wanted: StructuredOutputs | None,
-        *,
-        holds_optional: bool,
     ) -> tuple[ReadingPlan, StructuredOutputs | None]:
         """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
-        answer continues. `prompt`: token ids, int32. Unless `holds_optional`, optional calls are only parsed."""
+        answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        holds = holds_optional and (self._config.constrain_auto_tools or wanted is not None)
-        is_held = calls is not None and (calls.must or holds)
-        shows = request.include_reasoning is not False
-        outputs = self._constraint(calls if is_held else None, wanted, thought)
-        return ReadingPlan(calls, thought, is_held, shows), outputs
-
-    def key(self, calls: Calls | None, wanted: StructuredOutputs | None, thought: Thinking | None = None) -> bytes:
-        """Return the key of what an answer may consist of."""
-        return hashlib.sha256(msgspec.json.encode([calls and [calls.form.name, *calls[1:]], wanted, thought])).digest()
-
-    def remember_unheld(self, key: bytes, calls: Calls, refusal: InvalidRequest) -> None:
-        """Remember that the grammar of these calls was refused, so that it is tried and logged only once."""
-        self.unheld.add(key)
-        names = clip(", ".join(function.name for function in calls.functions))
-        log.warning("tools %s: optional calls are not constrained by a grammar: %s", names, refusal.message)
+        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or wanted is not None)
+        outputs = await self._constraint(calls, wanted, thought) if is_held else None
+        if outputs is None:
+            is_held = False
+            outputs = await self._constraint(None, wanted, thought)
+        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False), outputs
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
@@ -182,20 +173,42 @@ class Tools:
             return harmony.after_prompt(end)
         return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())
 
-    def _constraint(
+    async def _constraint(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> StructuredOutputs | None:
-        """Return one grammar for reasoning followed by calls or the requested format; None without a constraint."""
+        """Return one grammar for reasoning followed by calls or the requested format; None without a constraint, or if
+        the grammar of optional calls is refused."""
         if calls is not None and calls.must:
             answer = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
         if calls is None and (answer is None or thought is None):
             return answer
-        key = self.key(calls, answer, thought)
-        if key not in self._grammars:
-            of_messages = messages_grammar(self._special_ids, calls, answer) if is_harmony(calls, thought) else None
-            self._grammars.add(key, of_messages or grammar(self._special_ids, calls, answer, thought))
-        return StructuredOutputs(grammar=self._grammars[key])
+        content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], answer, thought])
+        if (key := hashlib.sha256(content).digest()) not in self._grammars:
+            self._grammars.add(key, await self._grammar(calls, answer, thought))
+        text = self._grammars[key]
+        return None if text is None else StructuredOutputs(grammar=text)
+
+    async def _grammar(
+        self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
+    ) -> str | None:
+        """Build the grammar. The client did not request one for optional calls, so they are not constrained by one that
+        is refused: that is logged, and None is returned. Any other grammar is refused by the core."""
+        build = messages_grammar if is_harmony(calls, thought) else partial(grammar, thinking=thought)
+        if calls is None or calls.must or any(function.is_strict for function in calls.functions):
+            return build(self._special_ids, calls, answer)
+        try:
+            text = build(self._special_ids, calls, answer)
+            refusal = await self._validator.refusal(text)
+        except InvalidRequest as error:
+            if error.field != "tools":
+                raise
+            refusal = error.message
+        if refusal is None:
+            return text
+        names = clip(", ".join(function.name for function in calls.functions))
+        log.warning("tools %s: optional calls are not constrained by a grammar: %s", names, refusal)
+        return None
 
 
 def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:

@@ -15,6 +15,7 @@ from penstock.engine.grammar.compiler import LIMITS, Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
+from penstock.engine.grammar.validator import Validator
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
@@ -55,6 +56,12 @@ def test_a_bomb_is_refused_or_harmless(name: str) -> None:
     except (InvalidRequest, GrammarRefused) as error:
         assert len(str(error)) < 1000
     compile_within_limits(COMPILER, SOURCE)
+
+
+@pytest.mark.parametrize("name", ["deep rules", "deep terminals", "deep references"])
+async def test_a_grammar_as_deep_as_its_text_is_long_is_validated(name: str) -> None:
+    source = grammar_source(StructuredOutputs(**BOMBS[name]))
+    assert len(await Validator().refusal(source) or "") < 1000
 
 
 def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on() -> None:

@@ -15,7 +15,10 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Output, Outputs, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.metrics import ServerMetrics
+from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExpertUpdate, Sampling
+from tests.engine.server.test_three_apis import APIS, function
+from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import Running, running, started, until
 
@@ -168,3 +171,23 @@ def test_clients_cannot_grow_the_labels(server: Running) -> None:
             client.get(f"/v1/models/{noise()}")
             client.post("/v1/completions", json={"model": noise(), "prompt": "x", noise(): 1})
         assert len(client.get("/metrics").content) - before < 1024
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_a_request_whose_optional_tools_no_grammar_holds_counts_once(name: str) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}}
+    tools: dict[str, dict[str, Any]] = {
+        "chat": {"type": "function", "function": function(parameters=schema)},
+        "responses": {"type": "function", **function(parameters=schema)},
+        "messages": {"name": "weather", "input_schema": schema},
+    }
+    with running(template=ChatTemplate(QWEN3)) as server:
+        server.engine.reply = "Hello."
+        answer = APIS[name].ask(server, tools=[tools[name]])
+        assert answer.status_code == 200, answer.text
+        until(lambda: server.app.service.num_open_requests == 0)
+        seen = samples(server)
+        ends = {key: number for key, number in seen.items() if key.startswith("vllm:request_success_total") and number}
+        assert ends == {"vllm:request_success_total{finished_reason=stop}": 1}
+        assert seen["vllm:e2e_request_latency_seconds_count{}"] == seen["vllm:request_prompt_tokens_count{}"] == 1
+        assert seen["vllm:request_prompt_tokens_sum{}"] == APIS[name].whole(answer.json()).usage[0]

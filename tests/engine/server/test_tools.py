@@ -2,8 +2,11 @@
 
 import json
 import re
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.engine.server.conversation import MAX_PAST_CALLS
@@ -120,7 +123,7 @@ def test_optional_calls_of_a_tool_that_no_grammar_expresses_are_held_to_nothing(
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
 
 
-@pytest.mark.parametrize("moment", ["its prompt is tokenized", "its grammar is refused"])
+@pytest.mark.parametrize("moment", ["its prompt is tokenized", "its grammar is validated"])
 def test_a_chat_is_answered_if_the_server_begins_to_drain_while(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(template=ChatTemplate(QWEN3)) as server:
         service = server.app.service
@@ -129,41 +132,76 @@ def test_a_chat_is_answered_if_the_server_begins_to_drain_while(moment: str, mon
             service.is_draining = moment == "its prompt is tokenized"
             return await to_ids(*given)
 
-        async def refuse(grammar: str | None) -> str | None:
+        async def validate(_source: str) -> str:
             service.is_draining = True
-            return grammar and "too big"
+            return "too big"
 
         monkeypatch.setattr("penstock.engine.server.chat.to_ids", tokenize)
-        monkeypatch.setattr(server.engine, "_refusal", refuse)
+        monkeypatch.setattr(service.tools._validator, "refusal", validate)
         assert server.chat(messages=MESSAGES, tools=TOOLS).status_code == 200
         assert server.chat(messages=MESSAGES, tools=TOOLS).status_code == 503
 
 
-def test_optional_tools_are_served_whatever_their_grammar(
-    qwen: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+def test_optional_tools_are_served_whatever_their_grammar(qwen: Running, caplog: pytest.LogCaptureFixture) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "("}}}
+    refused = {"type": "object", "properties": {"x": {"type": "string", "pattern": "("}}}
+    for _ in range(2):
+        assert qwen.chat(messages=MESSAGES, tools=[tool(name="other", parameters=refused)]).status_code == 200
+        assert grammar_of(qwen) is None
+    assert caplog.text.count("not constrained by a grammar: regex parse error") == 1
+    qwen.engine.reply = SAID
+    tools = [*TOOLS, tool(name="more", parameters=refused)]
+    message = qwen.chat(messages=MESSAGES, tools=tools).json()["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 2  # calls are read all the same
+    # A grammar that the client asked for is still refused.
+    variants: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "required"}, "tools"),
+        ({"response_format": form}, "response_format.json_schema.schema"),
+        ({"tools": [tool(name="third", parameters=refused, strict=True)]}, "tools"),
+    ]
+    for fields, param in variants:
+        answer = qwen.chat(**{"messages": MESSAGES, "tools": [tool(name="third", parameters=refused)], **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
+
+def test_a_grammar_that_only_the_core_refuses_is_a_400(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(grammar: str | None) -> str | None:
         return grammar and "too big"
 
     monkeypatch.setattr(qwen.engine, "_refusal", refuse)
-    for _ in range(2):
-        assert qwen.chat(messages=MESSAGES, tools=[tool(name="other")]).status_code == 200
+    answer = qwen.chat(messages=MESSAGES, tools=[tool(name="fourth")])
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "tools: too big")
+
+
+def test_other_requests_are_answered_while_a_grammar_is_validated(
+    qwen: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def validate(_source: str, result: Future[str]) -> None:
+        has_begun.set()
+        assert go_on.wait(60)
+        result.set_result("")
+
+    monkeypatch.setattr("penstock.engine.grammar.validator._validate", validate)
+    with ThreadPoolExecutor(1) as threads:
+        body = {"messages": MESSAGES, "tools": [tool(name="slow")]}
+        answer = threads.submit(httpx.post, f"{qwen.url}/v1/chat/completions", json=body, timeout=60)
+        assert has_begun.wait(60)
+        assert qwen.chat(messages=MESSAGES).status_code == 200
+        go_on.set()
+        assert answer.result().status_code == 200
+    assert "slow" in (grammar_of(qwen) or "")
+
+
+def test_a_grammar_that_is_not_validated_in_time_holds_no_call(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("penstock.engine.grammar.validator._validate", lambda *_given: go_on.wait(60))
+    monkeypatch.setattr("penstock.engine.grammar.validator.COMPILE_LIMIT_S", 0.05)
+    for name in ("late", "later", "latest"):  # more than are validated at once
+        assert qwen.chat(messages=MESSAGES, tools=[tool(name=name)]).status_code == 200
         assert grammar_of(qwen) is None
-    assert caplog.text.count("not constrained by a grammar: too big") == 1
-    qwen.engine.reply = SAID
-    message = qwen.chat(messages=MESSAGES, tools=[*TOOLS, tool(name="more")]).json()["choices"][0]["message"]
-    assert len(message["tool_calls"]) == 2  # calls are read all the same
-    # A grammar that the client asked for is still refused.
-    variants: list[dict[str, Any]] = [
-        {"tool_choice": "required"},
-        {"response_format": form},
-        {"tools": [tool(name="third", strict=True)]},
-    ]
-    for fields in variants:
-        asked = {"messages": MESSAGES, "tools": [tool(name="third")], **fields}
-        assert qwen.chat(**asked).status_code == 400
+    go_on.set()
 
 
 # Reasoning.
