@@ -17,6 +17,7 @@ from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.engine.http.model_list import model_entry, model_list
 from penstock.router.answer import as_refusal
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig
@@ -302,8 +303,7 @@ class RouterApp:
         if path == "/replicas":
             return 200, {"replicas": list(self.fleet.views())}
         models = [(name, group.root) for group in self.fleet.groups.values() for name in group.names]
-        shared = {"object": "model", "created": self._started_s, "owned_by": "penstock"}
-        return 200, {"object": "list", "data": [{"id": name, **shared, "root": root} for name, root in models]}
+        return 200, model_list([model_entry(name, self._started_s) | {"root": root} for name, root in models])
 
     def _change(self, request: ClientRequest) -> dict[str, Any]:
         if not self._admin_keys:

@@ -28,33 +28,44 @@ _TYPES = {
 
 
 class HttpError(Exception):
-    """An error response. `param` is the invalid field of the request."""
+    """An error response. `param` is the invalid field of the request. `details`: what a client's library reads to decide
+    what it does next."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param)
+        return error_body(self.status, self.message, self.param, self.details)
 
 
-def error_info(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_info(
+    status: int, message: str, param: str | None = None, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the object `error` of a response, bounded in size."""
-    return {
+    info = {
         "message": clip(message, MAX_MESSAGE_CHARS),
         "type": _TYPES.get(status, "invalid_request_error"),
         "param": None if param is None else clip(param),
         "code": status,
     }
+    return info if details is None else info | {"details": details}
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"type": "error", "error": error_info(status, message, param)})
+def error_body(status: int, message: str, param: str | None = None, details: Mapping[str, Any] | None = None) -> bytes:
+    return msgspec.json.encode({"type": "error", "error": error_info(status, message, param, details)})
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:

@@ -117,6 +117,14 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
     return await in_thread_if(conversation.size_bytes > INLINE_CHARS, prompt)
 
 
+async def count_tokens(request: ChatRequest, conversation: Conversation, service: Service) -> int:
+    """Return how many tokens the prompt of a conversation would have, without a limit on its length."""
+    with service.admit(1):
+        text, adds = await render(request, conversation, service), bool(request.add_special_tokens)
+        ids = await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds))
+    return len(ids)
+
+
 def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:
     """Return how many tokens to keep at the end of a prompt, or 0 for all. A `truncate_to` of -1 keeps what fits."""
     field = "truncate_prompt_tokens"

@@ -15,6 +15,7 @@ from msgspec import Meta, Raw
 
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
+from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
@@ -210,10 +211,12 @@ class NoFields(msgspec.Struct, kw_only=True):
 
 
 class UnsupportedField(NamedTuple):
-    """Why a known field is refused, and its values that have no effect and are therefore accepted."""
+    """Why a known field is refused, its values that have no effect and are therefore accepted, and the `details` of the
+    error."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
+    details: dict[str, Any] | None = None
 
 
 class OtherFields(msgspec.Struct, frozen=True):
@@ -265,7 +268,9 @@ def parse(
 
 
 def _check_neutral(name: str, raw: Raw, unserved: UnsupportedField) -> None:
-    reason, neutral = unserved
     value = decode(object, raw, name) if len(bytes(raw)) <= 256 else raw
-    if value is not None and value not in neutral:
-        raise InvalidRequest(name, reason)
+    if value is None or value in unserved.neutral:
+        return
+    if unserved.details is not None:
+        raise HttpError(400, f"{name}: {unserved.reason}", param=name, details=unserved.details)
+    raise InvalidRequest(name, unserved.reason)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
+from penstock.engine.http.model_list import model_entry, model_list
 from penstock.engine.page.document import document
 from penstock.engine.server import control
 from penstock.engine.server.agents import items_api, messages_api
@@ -33,6 +34,8 @@ POSTS = (
     HandledRoute("/detokenize", detokenize),
     HandledRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),
     HandledRoute("/v1/responses", items_api.responses),
+    HandledRoute("/v1/responses/input_tokens", items_api.input_tokens),
+    HandledRoute("/v1/responses/compact", items_api.compact),
     HandledRoute("/v1/messages", messages_api.messages),
     HandledRoute("/v1/messages/count_tokens", messages_api.count_tokens),
 )
@@ -102,17 +105,14 @@ async def _models(service: Service, request: Request) -> Response:
     if one is not None:
         return _json(_model(service, service.check_model(one)))
     names = (*service.config.served_model_names, *service.adapters.served)
-    return _json({"object": "list", "data": [_model(service, name) for name in names]})
+    return _json(model_list([_model(service, name) for name in names]))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.info
     adapter = service.adapter_of(name)
     return {
-        "id": name,
-        "object": "model",
-        "owned_by": "penstock",
-        "created": service.started,
+        **model_entry(name, service.started),
         "max_model_len": info.max_model_len,
         "context_limit": info.context_limit,
         "root": service.model_name,

@@ -176,6 +176,11 @@ def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -
     assert (
         router.http.post("/v1/messages/count_tokens", json={"messages": block["messages"]}).json()["input_tokens"] > 2
     )
+    assert router.http.post("/v1/responses/input_tokens", json={"input": "Hi"}).json()["input_tokens"] > 2
+    assert "not compacted here" in router.http.post("/v1/responses/compact", json={"input": "Hi"}).text
+    listed = router.http.get("/v1/models").json()
+    (model,) = listed["data"]
+    assert (listed["has_more"], listed["first_id"], model["type"]) == (False, model["id"], "model")
     for method, path, expected in table(__file__, "agents"):
         assert router.http.request(method, path).status_code == expected, path
     text = router.http.get("/metrics").text

@@ -148,6 +148,7 @@ def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     [
         ("/v1/embeddings", 100),
         *(("/tokenize", 0), ("/detokenize", 0), ("/v1/messages/count_tokens", 0), ("/v1/responses/resp_1/cancel", 0)),
+        ("/v1/responses/input_tokens", 0),
     ],
 )
 def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:

@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.custom_tools import as_function, check_regexes
 from penstock.engine.server.agents.events import respond
@@ -23,6 +24,7 @@ from penstock.engine.server.agents.items_schema import (
     AnyItem,
     AnyTool,
     ChosenTool,
+    CountItemsRequest,
     ResponsesRequest,
 )
 from penstock.engine.server.agents.response_store import StoredResponse
@@ -47,6 +49,8 @@ SAME = schema.CHAT_FIELDS & {*ResponsesRequest.__struct_fields__}
 async def responses(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of items."""
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
+    if request.prompt_cache_options is not None and request.prompt_cache_options.get("prewarm"):
+        raise InvalidRequest("prompt_cache_options.prewarm", "every response is generated; send max_output_tokens 1")
     chat, conversation, tools, given = _chat(service, call, request, len(body))
     await check_regexes(tools)
     reply = _reply(service, call, request, [*tools.values()])
@@ -54,6 +58,20 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     keep = partial(_keep, service, call, request, given)
     writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
     return await respond(service, call, plan, writer)
+
+
+async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
+    """Return how many tokens the prompt of a response would have."""
+    request = service.accept(call, body, CountItemsRequest, NOT_SERVED)
+    chat, conversation, tools, _ = _chat(service, call, request, len(body))
+    await check_regexes(tools)
+    num_tokens = await prompts.count_tokens(chat, conversation, service)
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+async def compact(_service: Service, _call: Call, _body: bytes) -> Reply:
+    """Refuse to summarize a conversation: OpenAI's summaries are encrypted, and only its own models read them."""
+    raise HttpError(400, "conversations are not compacted here; send fewer items, or let the model summarize them")
 
 
 def not_stored(field: str, response_id: str, status: int = 404) -> HttpError:
@@ -77,7 +95,7 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
 
 
 def _chat(
-    service: Service, call: Call, request: ResponsesRequest, size_bytes: int
+    service: Service, call: Call, request: CountItemsRequest, size_bytes: int
 ) -> tuple[schema.ChatRequest, Conversation, dict[int, AnyTool], list[AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
     call.paths |= PATHS
@@ -97,11 +115,11 @@ def _chat(
     return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
 
 
-def _fields(request: ResponsesRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:
+def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:
     """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
-    fields: dict[str, Any] = {name: getattr(request, name) for name in SAME}
-    fields |= {"tool_choice": choice, "max_tokens": request.max_output_tokens}
+    fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
+    fields |= {"tool_choice": choice, "max_tokens": getattr(request, "max_output_tokens", None)}
     if isinstance(choice, ChosenTool):
         if any(tool.name == choice.name and tool.__struct_config__.tag != choice.type for tool in tools.values()):
             raise InvalidRequest("tool_choice.type", f"the tool {clip(choice.name)!r} has another type")

@@ -131,9 +131,8 @@ class ChosenTool(Strict, frozen=True):
     name: str
 
 
-@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs", "return_training_data"))
-class ResponsesRequest(PromptRequest, kw_only=True):
-    """POST /v1/responses"""
+class CountItemsRequest(PromptRequest, kw_only=True):
+    """POST /v1/responses/input_tokens: what a prompt is made of"""
 
     input: Raw = msgspec.field(default_factory=Raw)
     instructions: str | None = None
@@ -144,6 +143,12 @@ class ResponsesRequest(PromptRequest, kw_only=True):
     text: TextConfig | None = None
     reasoning: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs", "return_training_data"))
+class ResponsesRequest(CountItemsRequest, kw_only=True):
+    """POST /v1/responses"""
+
     stream: bool | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # without effect: no obfuscation is added
     max_output_tokens: int | None = None
@@ -154,7 +159,7 @@ class ResponsesRequest(PromptRequest, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: int | None = None  # without effect: it limits tools that OpenAI runs
-    prompt_cache_options: Any = None  # without effect: all KV blocks are cached as long as they fit
+    prompt_cache_options: dict[str, Any] | None = None  # all KV blocks are cached as long as they fit
 
 
 NOT_SERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.responses

@@ -1,11 +1,13 @@
 """POST /v1/messages and /v1/messages/count_tokens: converts Anthropic's Messages to a chat request and answers it."""
 
+import re
 from typing import Any
 
 from msgspec import Raw
 
 from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
 from penstock.engine.server.agents.events import respond
@@ -26,9 +28,8 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
-from penstock.engine.server.prompts import in_thread_if, render
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS, thinking_switch
+from penstock.engine.text.prompt import thinking_switch
 
 PATHS = {  # the chat API's field → the field in this API
     "stop": "stop_sequences",
@@ -38,6 +39,8 @@ PATHS = {  # the chat API's field → the field in this API
     "tool_choice.function": "tool_choice",
 }
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Claude Code's first system block, which differs for each conversation, so that none would share a prefix with another.
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:.*\n?")
 SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
 
 
@@ -51,13 +54,10 @@ async def messages(service: Service, call: Call, body: bytes) -> Reply:
 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Return how many tokens the prompt of a message would have, without a limit on its length."""
+    """Return how many tokens the prompt of a message would have."""
     request = service.accept(call, body, CountRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
-    with service.admit(1):
-        text, adds = await render(chat, conversation, service), bool(chat.add_special_tokens)
-        ids = await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds))
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": await prompts.count_tokens(chat, conversation, service)}
 
 
 def _chat(
@@ -71,8 +71,8 @@ def _chat(
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # an empty assistant message begins no answer
     conversation = Conversation(size_bytes, {})
-    if request.system:
-        conversation.say("system", "system", _text(request.system), "")
+    if system := _text(_without_billing(request.system or "")):
+        conversation.say("system", "system", system, "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
     call.paths |= PATHS | conversation.paths | {"continue_final_message": f"messages[{len(given) - 1}].content"}
@@ -109,6 +109,11 @@ def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
             error = "Error: " if block.is_error else ""  # templates cannot mark errors in any other way
             chat.result(at, block.tool_use_id, error + _text(block.content), "tool_use_id")
             texts = None
+
+
+def _without_billing(system: str | list[TextBlock]) -> str | list[TextBlock]:
+    is_billed = isinstance(system, list) and system and BILLING_LINE.fullmatch(system[0].text) is not None
+    return system[1:] if is_billed else system
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.engine.server import requests
-from penstock.engine.server.agents.items_schema import ResponsesRequest
+from penstock.engine.server.agents.items_schema import CountItemsRequest, ResponsesRequest
 from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
 from penstock.engine.server.requests import OTHER_FIELDS
 from penstock.engine.server.routes import POSTS
@@ -23,6 +23,8 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "/detokenize": requests.DetokenizeRequest,
     "/reset_prefix_cache": requests.NoFields,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": CountItemsRequest,
+    "/v1/responses/compact": requests.NoFields,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
 }

@@ -57,6 +57,37 @@ def test_the_package_reads_answers_and_errors_and_sends_calls_and_their_results_
             qwen.engine.fail_next = None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_packages_tool_runner_sends_the_whole_conversation_with_every_turn(qwen: Running, stream: bool) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def weather(city: str) -> str:
+        """Weather."""
+        qwen.engine.reply = "It is warm."
+        return f"7 degrees in {city}"
+
+    qwen.engine.reply = CALLED
+    with anthropic.Anthropic(base_url=qwen.url, max_retries=0, api_key="unused") as client:
+        asked = {"model": MODEL, "max_tokens": 500, "messages": HI, "tools": [weather], "stream": stream}
+        *_, last = client.beta.messages.tool_runner(**asked)
+        last = last.get_final_message() if stream else last
+    assert last.content[0].text == "It is warm."
+    for text in ("<|im_start|>user\nHi", '{"city": "Ulm"}', "7 degrees in Ulm"):
+        assert text in qwen.prompt
+
+
+@pytest.mark.slow
+def test_the_package_reads_the_list_of_models(qwen: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
+    with anthropic.Anthropic(base_url=qwen.url, max_retries=0, api_key="unused") as client:
+        (model,) = client.models.list()  # asks for further pages while there are some
+        assert model == client.models.retrieve(MODEL)
+    assert (model.id, model.type, model.display_name, model.lifecycle) == (MODEL, "model", MODEL, "active")
+    assert abs(model.created_at.timestamp() - qwen.app.service.started) < 1
+
+
 def streamed(client: Any, **asked: Any) -> Any:
     with client.messages.stream(**asked) as stream:
         return stream.get_final_message()
@@ -147,6 +178,42 @@ def test_a_call_that_is_cut_off_is_none_and_keeps_its_place_in_the_stream(qwen: 
 def test_tools_that_run_at_anthropic_and_unknown_fields_are_left_out_and_named(qwen: Running) -> None:
     qwen.engine.reply = "Hello."
     tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL, {"type": "web_fetch_20260318", "name": "f"}]
-    answer = post(qwen, tools=tools, thread={"type": "new"})
+    answer = post(qwen, tools=tools, speed="fast")
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-penstock-ignored"] == "thread, tools:web_search_20250305, tools:web_fetch_20260318"
+    assert answer.headers["x-penstock-ignored"] == "speed, tools:web_search_20250305, tools:web_fetch_20260318"
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_thread_is_refused_in_the_form_after_which_clients_send_all_messages(qwen: Running, thread: Any) -> None:
+    answer = post(qwen, thread=thread)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "thread")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
+
+
+def test_two_conversations_of_claude_code_share_their_prefix(qwen: Running) -> None:
+    """Its first system block differs for each conversation, and so would every block of the prompt's cache."""
+    rules = {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}
+    prompts = []
+    for version, text in (("44.1c2", "Fix it."), ("44.9fe", "Add a test.")):
+        system = [{"type": "text", "text": BILLING.format(version, text[:3])}, rules]
+        messages = [{"role": "user", "content": text}]
+        assert post(qwen, system=system, messages=messages, tools=[TOOL]).status_code == 200
+        prompts.append(qwen.prompt)
+        counted = {"model": MODEL, "system": system, "messages": messages, "tools": [TOOL]}
+        assert qwen.post("/v1/messages/count_tokens", counted).json()["input_tokens"] == len(prompts[-1])
+    shared = prompts[0].partition("Fix it.")[0]
+    assert "You are an agent." in shared and '"weather"' in shared
+    assert prompts[1].startswith(f"{shared}Add a test.")
+
+
+@pytest.mark.parametrize(
+    "system",
+    [BILLING, [{"type": "text", "text": f"{BILLING}\nBe brief."}], [{"type": "text", "text": f"See {BILLING}"}]],
+)
+def test_no_other_system_text_is_left_out(qwen: Running, system: Any) -> None:
+    assert post(qwen, system=system).status_code == 200
+    assert (system if isinstance(system, str) else system[0]["text"]) in qwen.prompt

@@ -136,6 +136,22 @@ def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any,
         client.responses.create(model=MODEL, input="Four", previous_response_id=third.id)
 
 
+def test_the_tokens_of_a_prompt_are_counted_as_the_response_has_them(qwen: Running) -> None:
+    asked = {"model": MODEL, "instructions": "Be brief.", "tools": [TOOL, PATCH], "reasoning": {"effort": "low"}}
+    with qwen.openai() as client:
+        first = client.responses.create(input="One", **asked)
+        assert client.responses.input_tokens.count(input="One", **asked).input_tokens == first.usage.input_tokens
+        more = {"input": [{"role": "user", "content": "x" * 2000}], "previous_response_id": first.id}
+        counted = client.responses.input_tokens.count(**asked, **more)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens > first.usage.input_tokens + 2000, "more than the context holds"
+
+
+def test_a_conversation_is_not_compacted_and_the_client_is_told_why(client: Any, openai: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="send fewer items"):
+        client.responses.compact(model=MODEL, input="One")
+
+
 def test_fields_outside_of_the_prompt_are_not_stored(server: Running) -> None:
     part = {"type": "output_text", "text": "Hi", "annotations": ["mark"], "logprobs": ["mark"]}
     item = {"role": "assistant", "content": [part | {"prompt_cache_breakpoint": "mark"}]}
