@@ -29,7 +29,8 @@ from penstock.engine.options import (
     size_bytes,
     without_aliases,
 )
-from penstock.engine.vllm_options import add_ignored_options, nearest, split_ignored
+from penstock.engine.sampling_params import plain_number
+from penstock.engine.vllm_options import add_ignored_options, split_ignored, unknown_option
 from penstock.executor.protocol import (
     Device,
     DType,
@@ -225,12 +226,12 @@ def option_names() -> set[str]:
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Build the configurations of executor and scheduler from flat options; an option that is None gets its default."""
-    given, remarks = split_ignored({name: value for name, value in options.items() if value is not None})
+    plain = {name: plain_number(value) for name, value in options.items() if value is not None}
+    given, remarks = split_ignored(plain)
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
-    for name in given.keys() - option_names():
-        why = REMOVED.get(name) or f"there is no such option{nearest(name, option_names())}"
-        raise ConfigError(f"{name}: {why}")
+    for name in (name for name in given if name not in option_names()):
+        raise ConfigError(f"{name}: {REMOVED.get(name) or unknown_option(name, option_names())}")
     try:
         given = without_aliases(given, EngineOptions)
         options_given = converted(given, EngineOptions)

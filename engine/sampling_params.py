@@ -4,12 +4,14 @@ The limits are annotations of the fields, so the server and the offline API beha
 `InvalidRequest`, which names the field, the value and the limit. The engine core does not check again.
 """
 
+import numbers
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
+from penstock.engine.vllm_options import REPLACED_SAMPLING, unknown_option
 from penstock.executor.protocol import Sampling
 
 MAX_N = 128  # choices of one request; each is a separate sequence
@@ -93,7 +95,22 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _ExplainsKeywords(msgspec.StructMeta):
+    """The type of classes that name the replacement of an unknown keyword."""
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        try:
+            return super().__call__(*args, **keywords)
+        except TypeError:
+            for name in keywords:
+                if name not in cls.__struct_fields__:
+                    raise TypeError(
+                        f"{name}: {unknown_option(name, cls.__struct_fields__, REPLACED_SAMPLING)}"
+                    ) from None
+            raise
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, metaclass=_ExplainsKeywords):
     """Sampling parameters of one request. Names and defaults are those of vLLM."""
 
     n: Annotated[int, Limit(1, MAX_N)] = 1
@@ -140,16 +157,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size."""
+        """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size, and convert the
+        numbers of other libraries to Python's, because the executor's messages hold only those."""
         for field, (check, limit) in _LIMITS.items():
             if (value := getattr(self, field)) is not None or field not in _OPTIONAL:
-                check(field, value, limit)
+                setattr(self, field, check(field, value, limit))
         if self.max_tokens is not None:
             _integer("min_tokens", self.min_tokens, Limit(0, self.max_tokens))
         if not isinstance(self.stop, str | list | tuple | None) or not all(
             isinstance(text, str) for text in self.stop or ()
         ):
-            raise InvalidRequest("stop", f"{_short(self.stop)} given; a text or a list of texts is expected")
+            raise InvalidRequest("stop", f"{short(self.stop)} given; a text or a list of texts is expected")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop_strings:
@@ -158,20 +176,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest("stop", "stop strings need detokenize=True")
         for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            if not isinstance(ids := getattr(self, field) or (), Collection):
-                raise InvalidRequest(field, f"{_short(ids)} given; a list of token ids is expected")
-            _token_ids(field, ids, vocab_size)
+            if (ids := getattr(self, field)) is not None:
+                setattr(self, field, _token_ids(field, ids, vocab_size))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "the list is empty; leave it out to allow every token")
         if not isinstance(self.logit_bias, dict | None):
-            raise InvalidRequest("logit_bias", f"{_short(self.logit_bias)} given; biases by token id are expected")
+            raise InvalidRequest("logit_bias", f"{short(self.logit_bias)} given; biases by token id are expected")
         if self.logit_bias:
-            _token_ids("logit_bias", self.logit_bias, vocab_size)
-            for bias in self.logit_bias.values():
-                _number("logit_bias", bias, Limit(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
+            limit = Limit(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            biases = [_number("logit_bias", bias, limit) for bias in self.logit_bias.values()]
+            self.logit_bias = dict(zip(_token_ids("logit_bias", self.logit_bias, vocab_size), biases, strict=True))
         for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) is not None:
-                _integer(field, getattr(self, field), Limit(0, max_logprobs))
+            if (value := getattr(self, field)) is not None:
+                setattr(self, field, _integer(field, value, Limit(0, max_logprobs)))
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
@@ -183,7 +200,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the executor's sampling parameters for the first choice."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
-            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),  # also converts numpy floats
+            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),
             top_k=max(self.top_k, 0),
             top_p=float(self.top_p),
             min_p=float(self.min_p),
@@ -202,28 +219,46 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def _integer(field: str, value: int, limit: Limit) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(field, f"{type(value).__name__} given; an integer is expected")
-    if not limit.low <= value <= limit.high:
-        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be from {limit.low} to {limit.high}")
+def plain_number(value: Any) -> Any:
+    """Return the Python number of another library's scalar or tensor without dimensions, and other values unchanged."""
+    if type(value) in (int, float, bool, str):
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy, torch and jax
+        value = value.item()
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
 
 
-def _number(field: str, value: float, limit: Limit) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidRequest(field, f"{type(value).__name__} given; a number is expected")
+def _integer(field: str, value: Any, limit: Limit) -> int:
+    plain = plain_number(value)
+    if not isinstance(plain, int) or isinstance(plain, bool):
+        raise InvalidRequest(field, f"{short(value)} given; an integer from {limit.low} to {limit.high} is expected")
+    if not limit.low <= plain <= limit.high:
+        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be from {limit.low} to {limit.high}")
+    return plain
+
+
+def _number(field: str, value: Any, limit: Limit) -> float:
+    plain = plain_number(value)
     low, high, is_open = limit
-    if not low <= value <= high or (is_open and value == low):  # also refuses NaN, which fits no range
-        span = f"above {low:g} and at most {high:g}" if is_open else f"from {low:g} to {high:g}"
-        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {span}")
+    span = f"above {low:g} and at most {high:g}" if is_open else f"from {low:g} to {high:g}"
+    if not isinstance(plain, int | float) or isinstance(plain, bool):
+        raise InvalidRequest(field, f"{short(value)} given; a number {span} is expected")
+    if not low <= plain <= high or (is_open and plain == low):  # also refuses NaN, which fits no range
+        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be {span}")
+    return float(plain)
 
 
-def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    ids = list(ids)
+def _token_ids(field: str, given: Any, vocab_size: int) -> list[int]:
+    try:
+        ids = list(given)
+    except TypeError:
+        raise InvalidRequest(field, f"{short(given)} given; a list of token ids is expected") from None
     if len(ids) > MAX_LISTED_IDS:
         raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
-    for token in ids:
-        _integer(field, token, Limit(0, vocab_size - 1))
+    limit = Limit(0, vocab_size - 1)
+    return [_integer(field, token, limit) for token in ids]
 
 
 def _choices(field: str, choices: list[str]) -> None:
@@ -254,7 +289,8 @@ def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
             raise InvalidRequest(field, f"nested more than {MAX_GRAMMAR_DEPTH} deep, which is the limit")
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value as text for an error message, cut to 40 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits
@@ -262,7 +298,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
-def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], None], Limit]]]:
+def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], float], Limit]]]:
     """Yield the check and the limit of each field whose annotation has one."""
     for field, kind in get_type_hints(SamplingParams, include_extras=True).items():
         for part in (kind, *get_args(kind)):  # Annotated, or Annotated | None

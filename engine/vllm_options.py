@@ -1,15 +1,16 @@
-"""vLLM's flags that change nothing in Penstock: accepted without effect, each with one line that explains why
-(vllm_options.json).
+"""vLLM's names that Penstock does not have (vllm_options.json): flags that would change nothing are accepted without
+effect, each with one line that explains why; others are refused with what replaces them.
 
 Flags with the same meaning under another name are additional names of an option (engine/config.py and
-engine/server/server_config.py). All other flags of vLLM are refused like any unknown flag, with the most similar name.
+engine/server/server_config.py).
 """
 
 import argparse
 import difflib
 import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Only flags that change nothing with any value. In Python, the same names are keywords of `LLM(...)`.
 IGNORED: dict[str, str] = _TABLES["flags"] | _TABLES["with_value"]
 WITH_VALUE = frozenset(_TABLES["with_value"])
+# What replaces a name; names with the same replacement share an entry.
+REPLACED, REPLACED_SAMPLING = (
+    {name: instead for names, instead in _TABLES[table].items() for name in names.split()}
+    for table in ("replaced", "sampling")
+)
 
 
 def add_ignored_options(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +45,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the most similar known name; empty if there is none."""
     found = difflib.get_close_matches(name, list(known), 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def unknown_option(name: str, known: Iterable[str], replaced: Mapping[str, str] = REPLACED) -> str:
+    """Return the end of an error message about an unknown flag or Python keyword: what replaces it, or a similar name."""
+    instead = replaced.get(name.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    if instead is None:
+        return f"there is no such option{nearest(name, known)}"
+    if not name.startswith("-"):
+        instead = re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), instead)
+    return f"there is no such option; {instead}"
 
 
 class _Ignore(argparse.Action):

@@ -47,7 +47,8 @@ class FamiliarTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
+        ids: Any = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids  # numpy's and torch's arrays
+        return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens)
 
     def apply_chat_template(
         self,

@@ -45,7 +45,7 @@ from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.model_files import recommended_sampling, resolve_model
-from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams, plain_number
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
@@ -79,12 +79,14 @@ class LLM:
         tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors. `chat_template` is the text of a
         template in place of the model's own, or its file.
         """
-        if not isinstance(max_logprobs, int) or max_logprobs < 0:
+        self._max_logprobs = plain_number(max_logprobs)
+        if type(self._max_logprobs) is not int or self._max_logprobs < 0:
             raise ValueError(f"max_logprobs: {max_logprobs!r} given; a whole number from 0 is expected")
-        self._max_logprobs = max_logprobs
         self._turn = threading.RLock()
+        config = engine_config("", options)  # an invalid option is reported before a model is downloaded
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
-        config = engine_config(str(files.path), options)
+        executor = msgspec.structs.replace(config.executor, model=str(files.path))
+        config = msgspec.structs.replace(config, executor=executor)
         self._files = files
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own

@@ -16,9 +16,10 @@ from msgspec import Meta
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.messages import Output
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.sampling_params import InvalidRequest, plain_number
 
-Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
+# An array of token ids counts as a list. A dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt".
+Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 Bar = bool | Callable[..., Any]  # whether to show progress, or a function that makes the bar instead of tqdm
 T = TypeVar("T")
@@ -37,17 +38,16 @@ LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    """Return the prompts as a list; one prompt is a text, a dictionary, or a list or an array of numbers."""
+    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(plain_number(prompts[0]), int | float)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
     """Return the text or the token ids of a prompt, and its cache salt."""
-    if isinstance(prompt, bytes):  # already checked and encoded
-        raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
     if not isinstance(prompt, dict):
-        return prompt, None
+        return _text_or_ids(prompt), None
     unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
     if unknown:
         raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
@@ -56,7 +56,13 @@ def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
         raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
     if not isinstance(salt := prompt.get("cache_salt"), str | None):
         raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
-    return given[0], salt
+    return _text_or_ids(given[0]), salt
+
+
+def _text_or_ids(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, bytes):  # `begin_answer` would take it as checked and encoded ids
+        raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
+    return prompt  # type: ignore[no-any-return]
 
 
 def for_each(field: str, given: T | Sequence[T | None] | None, kind: type[T], num_prompts: int) -> Sequence[T | None]:

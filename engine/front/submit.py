@@ -10,7 +10,7 @@ from msgspec import Meta
 from penstock.cache.tiers.base import peer_name
 from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, plain_number, short
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
@@ -50,19 +50,22 @@ class AnswerOptions(SubmitFields, total=False):
 
 
 def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> bytes:
-    """Encode token ids for the core; raise InvalidRequest for ids outside the vocabulary."""
-    if not tokens:
+    """Encode token ids, a sequence or an array of them, for the core; raise InvalidRequest for ids outside the vocabulary."""
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # numpy's, torch's and Python's arrays
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise InvalidRequest(field, f"{short(tokens)} given; a text or a list of token ids is expected")
+    if not ids:
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
-        packed = array("I", tokens)  # unsigned, so negative ids overflow as well
+        packed = array("I", ids)  # unsigned, so negative ids overflow as well
         # 3.1 ms for 131k ids. numpy's maximum takes 1.6, but its import would delay the start or first request by 70.
-        if max(packed) < vocab_size:
+        if max(packed) < vocab_size and ids[0] is not True and ids[0] is not False:  # the elements of a boolean array
             return packed.tobytes()
-    except TypeError:
-        raise InvalidRequest(field, "a list of token ids may hold integers only") from None
-    except OverflowError:
+    except (TypeError, OverflowError):
         pass
-    bad = next(token for token in tokens if not 0 <= token < vocab_size)
+    bad = next(each for each in map(plain_number, ids) if type(each) is not int or not 0 <= each < vocab_size)
+    if type(bad) is not int:
+        raise InvalidRequest(field, f"{short(bad)} given; a list of token ids may hold integers only")
     raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.engine.options import REMOVED, REMOVED_COMMANDS
-from penstock.engine.vllm_options import nearest
+from penstock.engine.vllm_options import unknown_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,10 +71,7 @@ def _refuse(command: argparse.ArgumentParser, words: list[str], unknown: list[st
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    if flag.startswith("--") and name in REMOVED:
-        why = REMOVED[name]
-    else:
-        why = f"there is no such option{nearest(flag, known)}"
+    why = REMOVED[name] if flag.startswith("--") and name in REMOVED else unknown_option(flag, known)
     command.exit(2, f"{command.prog}: {flag}: {why}\n")  # one line: the usage of `serve` fills a screen
 
 

@@ -5,6 +5,7 @@ import signal
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -98,7 +99,8 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "message"), table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams)
+    ("prompt", "params", "message"),
+    table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams, np=np),
 )
 def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
     llm: LLM, prompt: Any, params: Any, message: str
@@ -152,10 +154,11 @@ def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
         llm.generate([[1]], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("option", "message"), table(__file__, "offline options"))
+@pytest.mark.parametrize(("option", "message"), table(__file__, "offline options", np=np))
 def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        oracle_llm(folder, **option)
+    for model in (folder, folder / "missing"):  # before the model is looked for
+        with pytest.raises(ConfigError, match=message):
+            oracle_llm(model, **option)
 
 
 @pytest.mark.parametrize(("given", "said"), cases(__file__, "moving experts"))
@@ -220,10 +223,16 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(("given", "said"), table(__file__, "offline types"))
+@pytest.mark.parametrize(("given", "said"), table(__file__, "offline types", np=np))
 def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         llm.generate([[1]], SamplingParams(**given), use_tqdm=False)
+
+
+@pytest.mark.parametrize(("name", "hint"), table(__file__, "unknown sampling parameters"))
+def test_an_unknown_sampling_parameter_is_answered_with_what_to_use(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: there is no such option; {hint}"):
+        SamplingParams(**{name: 2})
 
 
 def test_none_among_parameters_stands_for_those_of_the_models_authors(llm: LLM) -> None:
@@ -241,10 +250,23 @@ def test_the_prompts_logprobs_of_one_token_are_none_for_it(llm: LLM) -> None:
     assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].prompt_logprobs is None
 
 
-def test_numpys_floats_reach_the_executor_as_floats() -> None:
-    given = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9), logit_bias={3: np.float64(1.0)})
-    sampling = given.sampling(())
-    assert {type(sampling.temperature), type(sampling.top_p), type(sampling.logit_bias[0][1])} == {float}
+def test_numbers_of_other_libraries_give_what_pythons_own_give(llm: LLM) -> None:
+    plain: dict[str, Any] = {"n": 2, "temperature": 0.5, "top_k": 3, "seed": 7, "max_tokens": 4, "min_p": 0.25}
+    plain |= {"logprobs": 0, "stop_token_ids": [9], "banned_token_ids": [2, 3], "logit_bias": {3: 1.5}}
+    types: list[Any] = [np.uint8, np.float32, np.array, np.int64, np.int16, Fraction, np.uint64, np.array, np.array]
+    other: dict[str, Any] = {name: kind(each) for (name, each), kind in zip(plain.items(), types, strict=False)}
+    params = SamplingParams(**other, logit_bias={np.int64(3): np.float64(1.5)})  # type: ignore[dict-item]
+    prompts = [[1, 2, 3], [1, 2, 4]]
+    expected = [each.outputs for each in llm.generate(prompts, SamplingParams(**plain))]
+    arrays: list[Any] = [np.array(prompts), [np.array(ids, np.uint8) for ids in prompts]]
+    for given in arrays:
+        assert [each.outputs for each in llm.generate(given, params)] == expected
+    single: list[Any] = [np.array([1, 2, 3]), [*np.array([1, 2, 3])], {"prompt_token_ids": np.array([1, 2, 3])}]
+    for given in single:
+        (one,) = llm.generate(given, params)
+        assert one.outputs == expected[0] and one.prompt_token_ids == [1, 2, 3]
+    params.check(50)
+    assert {name: repr(getattr(params, name)) for name in plain} == {name: repr(each) for name, each in plain.items()}
 
 
 def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) -> None:
