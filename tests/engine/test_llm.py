@@ -232,7 +232,7 @@ def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[st
 @pytest.mark.parametrize(("name", "hint"), table(__file__, "unknown sampling parameters"))
 def test_an_unknown_sampling_parameter_is_answered_with_what_to_use(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: there is no such option; {hint}"):
-        SamplingParams(**{name: 2})
+        SamplingParams(**{name: 2})  # type: ignore[arg-type]
 
 
 def test_none_among_parameters_stands_for_those_of_the_models_authors(llm: LLM) -> None:
