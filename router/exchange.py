@@ -56,7 +56,16 @@ class Exchange:
 
     __slots__ = (
         *("_answer", "_cached", "_fleet", "_group", "_prefill_disabled", "_metrics", "_num_data"),
-        *("_num_lost", "_num_reported", "_on_end", "_prefills_tried", "_routed", "_quiet_since_s", "_reads_usage"),
+        *(
+            "_loss",
+            "_num_lost",
+            "_num_reported",
+            "_on_end",
+            "_prefills_tried",
+            "_routed",
+            "_quiet_since_s",
+            "_reads_usage",
+        ),
         *("_status", "_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill"),
         *("replica", "request", "state", "trace"),
     )
@@ -86,6 +95,7 @@ class Exchange:
         self._tried = self._prefills_tried = frozenset[str]()
         self._prefill_disabled = False  # no other replica computes the prompt any more
         self._num_lost = 0
+        self._loss = ""  # why the last of them broke
         self._status = 0  # of the current leg's answer
         self._reads_usage = False  # the engine states in the body how much was cached
         self._cached: int | None = None  # as it says there
@@ -137,7 +147,7 @@ class Exchange:
             expects=group.prefills is None,
         )
         if charge is None:
-            self._give_up(self._fleet.refusal(group, model))
+            self._give_up(self._failure(self._loss) if self._loss else self._fleet.refusal(group, model))
             return
         self.state = "asking"
         self.replica, self.num_attempts = charge.replica, self.num_attempts + 1
@@ -197,7 +207,8 @@ class Exchange:
         """Ask another replica, within the limits of the retry rules. The client has seen nothing."""
         leg = self._end_legs(outcome, reason)
         self._tried |= {leg.replica.url}
-        self._num_lost += outcome == "lost"
+        if outcome == "lost":
+            self._num_lost, self._loss = self._num_lost + 1, reason
         is_unclear = outcome in ("lost", "moved")  # the replica may have read the request
         # A request that may have run does not end with another replica's 429 or 503, which would invite the client to repeat it.
         if outcome == "late":
@@ -228,7 +239,10 @@ class Exchange:
 
     def _do_not_retry(self, outcome: Outcome, reason: str) -> None:
         self._metrics.counts["not_retried", outcome] += 1
-        self._give_up(HttpError(502, f"the replica failed: {reason}", headers={"retry-after": "1"}))
+        self._give_up(self._failure(reason))
+
+    def _failure(self, reason: str) -> HttpError:
+        return HttpError(502, f"the replica failed: {reason}", headers={"retry-after": "1"})
 
     def _retry(self) -> None:
         """Ask the next replica from the event loop, because this may run in the callback of a closing connection."""

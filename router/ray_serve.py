@@ -40,6 +40,7 @@ log = logging.getLogger("penstock.router")
 
 REPORT_S = 15.0  # an address that was not reported for so long is forgotten
 FOLLOW_S = 0.5  # between two looks of the router's deployment at the addresses
+FOLLOW_TIMEOUT_S = 10.0  # of one look
 LEAVE_S = 4.0  # from leaving the list until the router has read the file
 DRAIN_S = 30.0  # both programs' default of --drain-timeout
 TIMES: dict[str, Any] = {
@@ -173,10 +174,16 @@ class Router:
 
     def __init__(self, words: list[str], fleet: str, _replicas: Any) -> None:  # the handle makes them one application
         self._addresses = _addresses(fleet)
-        self._file = Path(tempfile.mkdtemp(prefix="penstock-router-")) / "replicas.txt"
-        self._file.touch()
-        self._router = Program([*words, "--discover", f"file:{self._file}"])
-        self._follower = threading.Thread(target=_follow, args=(self._addresses, self._file), daemon=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-router-")
+        file = Path(self._folder.name) / "replicas.txt"
+        file.touch()
+        try:
+            self._router = Program([*words, "--discover", f"file:{file}"])
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._is_over = threading.Event()
+        self._follower = threading.Thread(target=_follow, args=(self._addresses, file, self._is_over), daemon=True)
         self._follower.start()
 
     async def check_health(self) -> None:
@@ -185,17 +192,21 @@ class Router:
         await asyncio.to_thread(self._router.fetch, "/health")
 
     async def __del__(self) -> None:
+        """Stop the router, and remove its list of replicas once nobody reads or writes it any more."""
+        self._is_over.set()
         await self._router.stop()
+        await asyncio.to_thread(self._follower.join)
+        self._folder.cleanup()
 
 
-def _follow(addresses: Any, file: Path) -> None:
-    """Keep the addresses of all replicas in the file. While they cannot be read or written, the file stays as it is."""
+def _follow(addresses: Any, file: Path, is_over: threading.Event) -> None:
+    """Keep the addresses of all replicas in the file until `is_over`. While they cannot be read or written, the file
+    stays as it is."""
     known: list[str] = []
     fresh = file.with_suffix(".new")
-    while True:
-        time.sleep(FOLLOW_S)
+    while not is_over.wait(FOLLOW_S):
         try:
-            urls = ray.get(addresses.urls.remote())
+            urls = ray.get(addresses.urls.remote(), timeout=FOLLOW_TIMEOUT_S)
             if urls is not None and urls != known:
                 fresh.write_text("".join(f"{url}\n" for url in urls))
                 fresh.replace(file)  # at once: the router never reads a part of the list

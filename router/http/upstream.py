@@ -16,6 +16,7 @@ from typing import Protocol
 
 import httptools
 
+from penstock.engine.http.errors import clip
 from penstock.router.http.heads import AnswerHead, Headers, Heads, request_head
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -62,7 +63,7 @@ class Upstream(asyncio.Protocol):
         self.sink: Sink | None = None
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has arrived
-        self.is_at_boundary = False  # the received part of a chunked body ends with a complete chunk
+        self.is_at_boundary = False  # the received part of a chunked body ends with a complete chunk, not within a line
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head = b""  # bytes until the head of an answer is complete
@@ -110,9 +111,14 @@ class Upstream(asyncio.Protocol):
         self.has_heard = True
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("the replica changed the protocol (101), which was not requested")
+            return
         except httptools.HttpParserError:
             self._fail("the answer is not valid HTTP")
             return
+        # The parser reports a chunk's size when its line is complete, but the first digits are relayed already.
+        self.is_at_boundary &= data.endswith(b"\r\n")
         if sink is None or self._is_excess:
             self._fail("the replica sent data after the end of its answer")
             return
@@ -142,6 +148,11 @@ class Upstream(asyncio.Protocol):
         status = self._status
         if status < 200:
             self._fail(f"the replica sent an interim answer ({status}) that was not requested")
+            return b""
+        codings = [value for name, value in self._headers if name == b"transfer-encoding"]
+        if codings and [coding.lower() for coding in codings] != [b"chunked"]:
+            shown = b", ".join(codings).decode("latin-1")
+            self._fail(f"the replica's answer has the transfer-encoding {clip(shown)!r}; only 'chunked' is understood")
             return b""
         rest = self._head.partition(b"\r\n\r\n")[2]
         self._head = b""

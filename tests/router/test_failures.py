@@ -299,7 +299,7 @@ def test_a_busy_replicas_answer_that_breaks_off_is_not_passed_on() -> None:
 
     with stub_fleet(break_off) as (router, _):
         answer = router.complete()
-        assert answer.status_code == 503 and "error" in answer.json()
+        assert answer.status_code == 502 and "error" in answer.json()
 
 
 @pytest.mark.parametrize(("path", "expected"), [("/v1/responses", 502), ("/v1/completions", 504)])
@@ -387,11 +387,45 @@ def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
         assert router.fleet.replicas[backend.url].num_failures == 0
 
 
-@pytest.mark.parametrize("rubbish", table(__file__, "rubbish"))
-def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish: bytes) -> None:
+@pytest.mark.parametrize(("rubbish", "reason"), table(__file__, "rubbish"))
+def test_rubbish_from_a_replica_is_a_502_with_the_reason_and_never_passed_on(rubbish: bytes, reason: str) -> None:
     with stub(lambda seen, sock: rubbish) as backend, running_router(backend.url) as router:
         answer = router.complete()
-        assert answer.status_code in (502, 503) and "error" in answer.json()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (502, "server_error") and reason in error["message"]
+
+
+FRAMES = EVENT + b"9;n=1\r\ndata: b\n\n\r\n0\r\nx: y\r\n\r\n"
+LAST_CHUNK = FRAMES.index(b"0\r\nx")
+
+
+def test_a_stream_that_breaks_off_is_well_framed_to_its_end_or_cut() -> None:
+    """An error event can only follow a complete chunk: behind the first digits of a size it would change the size."""
+    relayed = threading.Event()
+    end = 0  # of what the replica sends
+
+    def answer(seen: Seen, sock: socket.socket) -> None:
+        sock.sendall(STREAM + EVENT)
+        assert relayed.wait(60)
+        sock.sendall(FRAMES[len(EVENT) : end])
+
+    with stub(answer) as backend, running_router(backend.url) as router:
+        for end in range(len(EVENT), len(FRAMES)):
+            relayed.clear()
+            with connect(router.port) as sock:
+                sock.sendall(post())
+                received = b""
+                while not received.endswith(EVENT):
+                    received += sock.recv(65536)
+                relayed.set()
+                body = (received + read_all(sock)).partition(b"\r\n\r\n")[2]
+            if end in (len(EVENT), LAST_CHUNK):
+                size, _, rest = body[end:].partition(b"\r\n")
+                event, after = rest[: int(size, 16)], rest[int(size, 16) :]
+                assert event.startswith(b"event: error\n") and event.endswith(b"\n\ndata: [DONE]\n\n")
+                assert after == b"\r\n0\r\n\r\n"
+            else:
+                assert FRAMES[:end].startswith(body), end
 
 
 def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas() -> None:

@@ -5,11 +5,12 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -64,7 +65,7 @@ def test_the_list_of_replicas_is_replaced_as_a_whole_and_an_error_is_followed_by
         write(path, text[:14])
         raise OSError("no space is left")
 
-    def addresses(_: Any) -> list[str]:
+    def addresses(_: Any, timeout: float) -> list[str]:
         contents.append(file.read_text())
         match len(contents):
             case 1:
@@ -82,7 +83,7 @@ def test_the_list_of_replicas_is_replaced_as_a_whole_and_an_error_is_followed_by
     monkeypatch.setattr(ray_serve, "FOLLOW_S", 0)
     monkeypatch.setattr(ray, "get", addresses)
     with pytest.raises(EOFError):
-        ray_serve._follow(Mock(), file)
+        ray_serve._follow(Mock(), file, threading.Event())
     one = "http://a:1\n"
     assert contents == ["", one, one, one, f"{one}http://b:1\n"]
 
@@ -91,6 +92,30 @@ def test_a_router_whose_list_of_replicas_is_not_written_any_more_is_unhealthy() 
     router = Mock(_follower=threading.Thread())  # which is not alive
     with pytest.raises(RuntimeError, match="the list of replicas"):
         asyncio.run(ray_serve.Router.check_health(router))
+
+
+class StoppedByHand(ray_serve.Router):  # type: ignore[misc]
+    """A router that Ray Serve does not stop."""
+
+    def __del__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_router_leaves_no_folder_behind(starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Mock(stop=AsyncMock())
+    start = Mock(return_value=program) if starts else Mock(side_effect=RuntimeError("the port is taken"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ray_serve, "Program", start)
+    monkeypatch.setattr(ray_serve, "_addresses", Mock())
+    monkeypatch.setattr(ray, "get", lambda _, timeout: [])
+    with contextlib.nullcontext() if starts else pytest.raises(RuntimeError):
+        router = StoppedByHand([], "penstock", None)
+        assert [path.name for folder in tmp_path.iterdir() for path in folder.iterdir()] == ["replicas.txt"]
+        asyncio.run(ray_serve.Router.__del__(router))
+        program.stop.assert_awaited_once()
+    start.assert_called_once()
+    assert list(tmp_path.iterdir()) == []
 
 
 class Clients:
