@@ -12,6 +12,7 @@ import pytest
 from penstock.engine.http.auth import OPEN_ROUTES
 from penstock.engine.http.limits import Limits
 from penstock.router.routes import OPEN, OWN, PROXIED
+from tests.router.test_edge import SMUGGLING
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub
@@ -140,6 +141,33 @@ def test_no_spelling_of_a_path_or_host_gets_round_the_key(keyed: Edge, target: s
 @pytest.mark.parametrize("host", ["x/health?", "/health", "x/?", "health", "[::1]/", "x/health#", ""])
 def test_the_host_header_has_no_say(keyed: Edge, host: str) -> None:
     assert ask(keyed, "GET", "/v1/models", host=host) == 401
+
+
+# Heads.
+
+
+@pytest.mark.parametrize("name", SMUGGLING)
+def test_a_head_that_two_parsers_could_read_differently_is_refused(small: Edge, name: str) -> None:
+    answer = exchange(small.port, SMUGGLING[name])
+    assert 400 <= status(answer) <= 505 and b'"error":{"message":' in answer
+
+
+@pytest.mark.parametrize("hosts", ["", "host: x\r\nhost: x\r\n", "Host: x\r\nx-a: b\r\nhost: y\r\n"])
+def test_a_request_of_http_1_1_has_exactly_one_host_header(small: Edge, hosts: str) -> None:
+    request = f"GET /health HTTP/1.1\r\n{hosts}\r\n".encode()
+    answer = exchange(small.port, request)
+    assert status(answer) == 400 and b'"message":"host: exactly one is expected"' in answer
+    older = exchange(small.port, request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert status(older) == (400 if hosts else 200)
+
+
+def test_errors_from_500_on_have_the_type_of_a_servers_error(small: Edge) -> None:
+    for request, expected in (
+        (post(b"{}", b"transfer-encoding: gzip"), 501),
+        (post(b"{}").replace(b"HTTP/1.1", b"HTTP/2.0"), 505),
+    ):
+        answer = exchange(small.port, request)
+        assert status(answer) == expected and b'"type":"server_error"' in answer, answer
 
 
 # Limits.

@@ -93,11 +93,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_refused:
             return
-        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
-            self._refuse(501, "transfer-encoding: only 'chunked' is understood")
-            return
-        if self.parser.should_upgrade():  # the head came in pieces or after another request
-            self._refuse(400, "connection: the protocol cannot be changed")
+        if (refusal := self._head_refusal()) is not None:
+            self._refuse(*refusal)
             return
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(declared[:20]) > self.limits.max_body_bytes:  # the parser accepts only numbers
@@ -148,6 +145,22 @@ class GuardedConnection(HttpToolsProtocol):
         self.transport.abort()  # close() would wait for the client to read the answer
 
     # Refusals.
+
+    def _head_refusal(self) -> tuple[int, str] | None:
+        """Return the status and the message for a head that the parser accepts and this server does not. The router
+        refuses the same heads, so that no proxy in between can understand a request differently."""
+        version, num_hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.1", "1.0"):
+            return 505, "only HTTP/1.1 and HTTP/1.0 are supported"
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            return 400, "host: exactly one is expected"
+        if not self.url.startswith(b"/"):
+            return 400, "the request target must begin with '/'"
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            return 501, "transfer-encoding: only 'chunked' is understood"
+        if self.parser.should_upgrade():  # the head came in pieces or after another request
+            return 400, "connection: the protocol cannot be changed"
+        return None
 
     def _headers_are_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

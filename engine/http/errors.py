@@ -22,7 +22,6 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "service_unavailable",
 }
 
@@ -57,7 +56,7 @@ def error_info(
     """Return the object `error` of a response, bounded in size."""
     info = {
         "message": clip(message, MAX_MESSAGE_CHARS),
-        "type": _TYPES.get(status, "invalid_request_error"),
+        "type": _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": None if param is None else clip(param),
         "code": status,
     }
