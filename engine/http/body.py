@@ -24,6 +24,13 @@ _decoder = cache(msgspec.json.Decoder[Any])  # one per type, created at its firs
 _MEDIA = re.compile(
     r"invalid (?:enum )?value ('(?:image|document|input_image|input_file|input_audio|computer_screenshot)')"
 )
+_ERROR_AT = re.compile(r"\(byte (\d+)\)")  # in msgspec's message; none at the end of the input
+# An escape of half a surrogate pair whose other half is missing. Something must follow: the end may cut a pair in two.
+_LONE_SURROGATE = re.compile(
+    rb"\\u(?<!\\\\u)(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u)[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"(?=[^\\]|\\[^u]|\\u....)",
+    re.DOTALL,
+)
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
@@ -51,9 +58,19 @@ def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
         place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
     except msgspec.DecodeError as error:
-        raise HttpError(400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None) from None
+        reason = _lone_surrogate(bytes(source), str(error)) or error
+        raise HttpError(400, f"{field or 'the body'} is not valid JSON: {reason}", param=field or None) from None
     except RecursionError:
         raise HttpError(400, f"{field or 'the body'} is nested too deeply", param=field or None) from None
+
+
+def _lone_surrogate(source: bytes, error: str) -> str | None:
+    """Name the first half of a surrogate pair without its other half that caused an error: msgspec reports some as
+    truncated input. Only the last bytes before the error are searched, because a search of 4 MiB takes half a second."""
+    at = _ERROR_AT.search(error)
+    end = len(source) if at is None else int(at[1])
+    lone = _LONE_SURROGATE.search(source, max(end - 12, 0), end + 12)
+    return None if lone is None else f"{lone[0].decode()} at byte {lone.start()} is a surrogate without its other half"
 
 
 def explained(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:

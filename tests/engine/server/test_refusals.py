@@ -90,6 +90,25 @@ def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, bod
         refused(post(server, path, body))
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (r"\ud800", r"\ud800 at byte 11"),
+        (r"ab\udc00cd", r"\udc00 at byte 13"),
+        (r"\ud83d\ude00\ud83d\u0041", r"\ud83d at byte 23"),
+        (r"\uD800\n and more text", r"\uD800 at byte 11"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_with_its_place(server: Running, text: str, named: str) -> None:
+    message = refused(post(server, "/v1/completions", b'{"prompt":"%s"}' % text.encode()))
+    assert message == f"the body is not valid JSON: {named} is a surrogate without its other half"
+
+
+@pytest.mark.parametrize("cut", [rb"", rb"\ud83d", rb"\ud83d\ude", rb"\\ud800", rb"\ud83d\ude00"])
+def test_a_body_that_ends_early_is_called_truncated(server: Running, cut: bytes) -> None:
+    assert "truncated" in refused(post(server, "/v1/completions", b'{"prompt":"ab' + cut))
+
+
 def test_a_body_of_very_many_fields_is_refused(server: Running) -> None:
     fields = b",".join(b'"%x":0' % number for number in range(100_000))
     assert "100000 fields; at most 256" in refused(post(server, "/v1/completions", b"{" + fields + b"}"))
