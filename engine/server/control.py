@@ -1,27 +1,23 @@
 """Routes for trainers, under vLLM's names: pause, sleep and update the weights.
 
-The operator must enable these routes. Parameters may be in the query string or in a JSON body.
+The operator must enable these routes. Parameters may be in the query string, in a JSON body, or in both.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.http.errors import clip
 from penstock.engine.messages import PauseMode
-from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import HandledRoute
-from penstock.engine.server.requests import NoFields, parse
+from penstock.engine.server.requests import NoFields, parse_control
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Part, SleepLevel, WeightsError
-
-Asked = TypeVar("Asked", bound=msgspec.Struct)
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):
@@ -54,21 +50,21 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
 
 async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Stop computing between two steps. New requests wait; those that run are ended ("abort"), waited for ("wait") or kept ("keep")."""
-    request = _asked(PauseRequest, call, body)
+    request = parse_control(PauseRequest, call.query, body)
     await service.engine.control("pause", mode=request.mode)
     return {"status": "paused"}
 
 
 async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Resume after a pause."""
-    _asked(NoFields, call, body)
+    parse_control(NoFields, call.query, body)
     await service.engine.control("resume")
     return {"status": "resumed"}
 
 
 async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Pause, and free the KV cache's memory; with level 2 also that of the weights."""
-    request = _asked(SleepRequest, call, body)
+    request = parse_control(SleepRequest, call.query, body)
     was_paused = service.engine.state.is_paused
     try:
         await service.engine.control("pause", mode=request.mode)
@@ -83,14 +79,14 @@ async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 
 async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Allocate the given parts again, and resume when weights and cache are both there."""
-    request = _asked(WakeRequest, call, body)
+    request = parse_control(WakeRequest, call.query, body)
     asleep = (await service.engine.control("wake_up", parts=request.tags)).asleep
     return {"status": f"asleep, without {' and '.join(asleep)}" if asleep else "awake"}
 
 
 async def update_weights(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Compute with other weights of the same model: all of them or, where they cannot be used, none. Requests that run wait, and go on with the new ones."""
-    request = _asked(UpdateRequest, call, body)
+    request = parse_control(UpdateRequest, call.query, body)
     try:
         state = await service.engine.control("update_weights", path=request.path)
     except WeightsError as error:
@@ -110,18 +106,3 @@ GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
         "vllm_config": {"model": service.model_name, "weight_transfer_config": None},
     },
 }
-
-
-def _asked(kind: type[Asked], call: Call, body: bytes) -> Asked:
-    """Decode the request from the body, or else from the query string, where unknown names are refused."""
-    if body:
-        return parse(body, kind, call.ignored)
-    unknown = [name for name in call.query if name not in kind.__struct_fields__]
-    if unknown:
-        raise InvalidRequest(clip(unknown[0]), "there is no such field here")
-    given = {name: each if name == "tags" else each[-1] for name, each in call.query.items()}
-    try:
-        return msgspec.convert(given, kind, strict=False)
-    except msgspec.ValidationError as error:
-        within, what = objection(error, kind)
-        raise InvalidRequest(within.lstrip("."), what) from None

@@ -8,14 +8,15 @@ values.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_origin
 
 import msgspec
 from msgspec import Meta, Raw
 
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
-from penstock.engine.http.errors import HttpError
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
@@ -24,6 +25,7 @@ TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
 Request = TypeVar("Request", bound=msgspec.Struct)
+Converted = TypeVar("Converted")
 
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -265,6 +267,34 @@ def parse(
         else:
             ignored.append(name)
     return decode(kind, body)
+
+
+def parse_control(kind: type[Request], query: Mapping[str, list[str]], body: bytes) -> Request:
+    """Decode the request of a control route, whose fields may be in the URL's `query`, in the JSON body, or in both.
+
+    Raise HttpError or InvalidRequest for an unknown name, and for a field that has two different values."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    fields = split_object(body) if body else {}
+    for name in (*query, *fields):
+        if name not in types:
+            raise InvalidRequest(clip(name), "there is no such field here")
+    values = {name: decode(types[name], raw, name) for name, raw in fields.items()}
+    for name, texts in query.items():
+        is_list = get_origin(types[name]) is tuple
+        for text in (texts,) if is_list else texts:
+            value = _converted(text, types[name], name)
+            if values.setdefault(name, value) != value:
+                raise InvalidRequest(name, f"{text!r} in the URL contradicts another value of the field")
+    return _converted(values, kind)
+
+
+def _converted(value: object, kind: type[Converted], name: str = "") -> Converted:
+    """Convert the text of a field in the URL, or all values."""
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        within, reason = objection(error, kind)
+        raise InvalidRequest((name + within).lstrip("."), reason) from None
 
 
 def _check_neutral(name: str, raw: Raw, unserved: UnsupportedField) -> None:

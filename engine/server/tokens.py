@@ -10,7 +10,7 @@ from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterReq
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
-from penstock.engine.server.requests import DetokenizeRequest, NoFields, TokenizeRequest, parse
+from penstock.engine.server.requests import DetokenizeRequest, NoFields, TokenizeRequest, parse, parse_control
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
@@ -56,7 +56,7 @@ async def detokenize(service: Service, call: Call, body: bytes) -> dict[str, Any
 
 async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Forget all cached content, in all tiers. 409 while requests run or transfers are in flight."""
-    parse(body or b"{}", NoFields, call.ignored)
+    parse_control(NoFields, call.query, body)
     if not await service.engine.reset_prefix_cache():
         raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
     return {"status": "reset"}
@@ -64,13 +64,13 @@ async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> dict[
 
 async def load_adapter(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Serve the PEFT adapter in a folder of the server under a name of its own, beside the model."""
-    request = parse(body, LoadAdapterRequest, call.ignored)
+    request = parse_control(LoadAdapterRequest, call.query, body)
     await service.adapters.load(request.lora_name, request.lora_path, bool(request.load_inplace))
     return {"status": f"adapter {request.lora_name!r} is loaded"}
 
 
 async def unload_adapter(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Accept no more requests for an adapter; requests in flight finish."""
-    request = parse(body, UnloadAdapterRequest, call.ignored)
+    request = parse_control(UnloadAdapterRequest, call.query, body)
     service.adapters.unload(request.lora_name)
     return {"status": f"adapter {request.lora_name!r} is unloaded"}

@@ -80,6 +80,16 @@ def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server
     assert server.http.get("/ready").status_code == 200
 
 
+def test_the_query_and_the_body_are_one_set_of_fields(server: Running) -> None:
+    asking = ask(server, max_tokens=2000, ignore_eos=True)
+    until(lambda: server.engine.stats.num_running == 1)
+    for body in ({}, {"mode": "keep"}):
+        assert server.http.post("/pause?mode=keep&mode=keep", json=body).json() == {"status": "paused"}
+    assert server.http.post("/sleep?mode=keep", json={"level": 1}).json() == {"status": "asleep"}
+    assert server.http.post("/wake_up", json={}).json() == {"status": "awake"}
+    assert asking.result(60)["finish_reason"] == "length"
+
+
 def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
     long = {"max_tokens": 2000, "ignore_eos": True}
     asking = ask(server, **long)
