@@ -94,7 +94,7 @@ def test_a_router_whose_list_of_replicas_is_not_written_any_more_is_unhealthy() 
         asyncio.run(ray_serve.Router.check_health(router))
 
 
-class StoppedByHand(ray_serve.Router):  # type: ignore[misc]
+class StoppedByHand(ray_serve.Router):  # type: ignore[misc, name-defined]
     """A router that Ray Serve does not stop."""
 
     def __del__(self) -> None:
