@@ -15,7 +15,6 @@ from penstock.executor.protocol import (
     ModelInfo,
     Part,
     Pooled,
-    RoutedExperts,
     Sampling,
     SleepLevel,
     TokenLogprobs,
@@ -118,8 +117,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     is_refusal: bool = False  # with an error: the request itself is invalid
     weights_version: int = 0  # version of the weights that computed `tokens`
-    # For positions since the last output: first those of the prompt, then always the token before the new one.
-    routed: list[RoutedExperts] = []
 
 
 class Stats(msgspec.Struct, array_like=True):

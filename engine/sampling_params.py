@@ -134,7 +134,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
     banned_token_ids: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    return_training_data: bool = False  # log-probabilities of the sampled tokens, and the experts of every token
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None  # or a dictionary of its fields
@@ -213,9 +212,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
             banned_ids=tuple(self.banned_token_ids or ()),
             min_tokens=self.min_tokens,
             stop_ids=tuple(sorted(stop_ids)),
-            logprobs=0 if self.logprobs is None and self.return_training_data else self.logprobs,
+            logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            returns_experts=self.return_training_data,
         )
 
 

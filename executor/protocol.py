@@ -45,15 +45,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # None: none; N: the sampled token and the N most likely; -1: the whole vocabulary
     prompt_logprobs: int | None = None
-    returns_experts: bool = False  # report the experts that the routers choose; without effect in a model without any
-
-
-class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts that the routers chose for consecutive positions of one sequence."""
-
-    layers: int
-    top_k: int
-    ids: bytes  # [positions, layers, top_k] int16 little-endian
 
 
 def is_penalized(sampling: Sampling) -> bool:
@@ -205,7 +196,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float = 0.0
     transfers: TransferResult | None = None
     experts: ExpertUpdate | None = None  # when it has changed
-    routed: dict[int, RoutedExperts] = {}  # row → the choices for its positions start … start + count - 1
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 """The whole engine on the real default model: what it says. That nothing around a request changes it is tested on small
-models (tests/executor/test_forward.py, test_models.py) and, with this model, by `prove` (tests/prove/test_ourselves.py).
+models (tests/executor/test_same_bits.py, test_models.py) and, with this model, by `prove` (tests/prove/test_ourselves.py).
 """
 
 from collections.abc import Iterator

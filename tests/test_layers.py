@@ -295,10 +295,9 @@ def test_a_room_is_a_symlink_in_the_package_and_each_of_its_folders_is_a_package
 
 
 def importing(*rooms: str) -> str:
-    """Code that imports every module of these rooms but that of `penstock.open_forward`, which is a tensor function."""
+    """Code that imports every module of these rooms."""
     paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
-    names = [dotted(path) for path in paths if path != ROOT / "engine/front/forward.py"]
-    return "\n".join(f"import penstock.{name}" for name in names)
+    return "\n".join(f"import penstock.{dotted(path)}" for path in paths)
 
 
 # What runs, one after the other, without torch and what it brings.

@@ -12,7 +12,7 @@ from itertools import chain
 
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Reuse, Submit
-from penstock.executor.protocol import Admission, RoutedExperts, Row, TokenLogprobs, is_penalized
+from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]  # for each table: its first new entry, and the entries from there on
 NO_NEWS: tuple[int, tuple[int, ...], Tables, tuple[int, ...], tuple[int, ...]] = (0, (), (), (), ())
@@ -128,8 +128,6 @@ class Request:
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    routed: list[RoutedExperts] = field(default_factory=list)  # those that the front does not have yet
-    num_routed: int = 0  # positions whose experts are known
     weights_version: int = 0  # version of the weights that compute the next tokens
     has_output: bool = False
     finished: bool = False
@@ -146,7 +144,7 @@ class Request:
         # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
         self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
         # A penalty would count rejected drafts too; with a grammar, forced tokens take the place of drafts.
-        is_free = self.message.grammar is None and sampling.prompt_logprobs is None and not sampling.returns_experts
+        is_free = self.message.grammar is None and sampling.prompt_logprobs is None
         self.may_draft = is_free and not is_penalized(sampling)
 
     @property
@@ -233,7 +231,6 @@ class Request:
     ) -> Output:
         """Return the message to the front. The first one also has the prompt's statistics and log-probabilities."""
         is_first, self.has_output = not self.has_output, True
-        routed, self.routed = self.routed, []
         started_s, reuse = (self.first_scheduled_s, self.kv.reuse) if is_first else (None, None)
         return Output(
             self.message.request_id,
@@ -249,16 +246,7 @@ class Request:
             self.num_preemptions,
             is_refusal,
             self.weights_version,
-            routed,
         )
-
-    def add_routed(self, row: Row, found: RoutedExperts) -> None:
-        """Add the experts of a row's positions. A preempted request computes positions again that are known."""
-        num_known = max(0, self.num_routed - row.start)
-        if num_known < row.count:
-            size = len(found.ids) // row.count
-            self.routed.append(RoutedExperts(found.layers, found.top_k, found.ids[num_known * size :]))
-            self.num_routed = row.start + row.count
 
     def check(self, block_size: int) -> None:
         """Assert the limits of a running request's positions."""

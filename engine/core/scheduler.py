@@ -82,7 +82,7 @@ class Scheduler:
         assert 0 < len(tokens) <= most - (message.pooling is None and message.max_tokens > 0)
         # Logits and hidden states are not cached, so the whole prompt has to be computed.
         sampling = message.sampling
-        needs_all = sampling.prompt_logprobs is not None or sampling.returns_experts or message.pooling == "mean"
+        needs_all = sampling.prompt_logprobs is not None or message.pooling == "mean"
         request = Request(
             message,
             self._num_submitted,
@@ -270,8 +270,6 @@ class Scheduler:
             if index in result.prompt_logprobs and not request.has_output:
                 # By position: a preempted request computes its prompt again. The first output has the list itself.
                 request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
-            if index in result.routed:
-                request.add_routed(row, result.routed[index])
             if request.is_prompt_only and row.start + row.count == request.num_prompt:
                 self._retire(request)
                 reason: FinishReason = "length" if request.message.pooling is None else "stop"

@@ -15,7 +15,7 @@ from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.stop_strings import StopStrings
-from penstock.executor.protocol import RoutedExperts, TokenLogprobs
+from penstock.executor.protocol import TokenLogprobs
 
 
 class Update(msgspec.Struct):
@@ -28,7 +28,6 @@ class Update(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     versions: list[int] = []  # weights version of each token; []: the initial weights
-    routed: list[RoutedExperts] = []  # as in `Output`
     arrived_s: float = 0.0  # when its newest token arrived, since the request was submitted
 
 
@@ -47,7 +46,6 @@ def joined(updates: Sequence[Update]) -> Update:
         versions=[each for update in updates for each in update.versions or [0] * len(update.token_ids)]
         if has_versions
         else [],
-        routed=[part for update in updates for part in update.routed],
     )
 
 
@@ -83,7 +81,7 @@ class Choice:
         num_taken = len(output.tokens)
         if self._stream is not None:
             update.text, num_taken = self._text(self._stream, output)
-        update.token_ids, update.routed = output.tokens[:num_taken], output.routed
+        update.token_ids = output.tokens[:num_taken]
         self._num_tokens += num_taken
         if output.logprobs is not None:
             update.logprobs = output.logprobs[:num_taken]

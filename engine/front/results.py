@@ -46,8 +46,6 @@ class CompletionOutput(msgspec.Struct):
     logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
     weights_versions: list[int] | None = None  # weights version of each token; None before any update
-    # [prompt and token_ids without the last, layers, experts per token] int16, with `return_training_data`
-    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -118,12 +116,6 @@ def _request(answer: Answer, prompt: str | None) -> dict[str, Any]:
     }
 
 
-def routed_experts(update: Update) -> np.ndarray | None:
-    """Return the update's experts, [positions, layers, experts per token] int16; None if it has none."""
-    ids = bytearray().join(part.ids for part in update.routed)  # of a bytearray the array is writable
-    return np.frombuffer(ids, "<i2").reshape(-1, update.routed[0].layers, update.routed[0].top_k) if ids else None
-
-
 def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
     entries = update.logprobs
     return CompletionOutput(
@@ -135,5 +127,4 @@ def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
         logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
         cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
         weights_versions=update.versions or None,
-        routed_experts=routed_experts(update),
     )

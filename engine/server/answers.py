@@ -4,7 +4,6 @@ The `Reply` of each endpoint formats the choices.
 """
 
 import asyncio
-import base64
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.front.results import routed_experts
 from penstock.engine.messages import Reuse
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 from penstock.engine.server.call import Call
@@ -131,16 +129,12 @@ async def _stream(service: Service, call: Call, request: GenerateRequest, reply:
 
 
 def token_fields(request: GenerateRequest, update: Update) -> Json:
-    """Return the token ids of a choice if the client wants them, their weights versions after an update of them, and the
-    experts of a model that has some."""
+    """Return the token ids of a choice, if the client wants them, and their weights versions after an update."""
     if not request.return_token_ids:
         return {}
     fields: Json = {"token_ids": update.token_ids}
     if update.versions:
         fields["weights_versions"] = update.versions
-    if (experts := routed_experts(update)) is not None:
-        data = base64.b64encode(experts.tobytes()).decode()
-        fields["routed_experts"] = {"shape": experts.shape, "dtype": "int16", "data": data}
     return fields
 
 

@@ -41,8 +41,6 @@ async def ask(
 ) -> ReadingPlan:
     """Check the request and submit it to the engine; return the plan for parsing its answers. `prompt_ids` replace the
     conversation's messages."""
-    if request.return_training_data:
-        request.return_token_ids = request.logprobs = True
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens

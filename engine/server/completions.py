@@ -15,8 +15,6 @@ from penstock.engine.server.service import MAX_SEQUENCES, Service
 async def completions(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
     request = service.accept(call, body, CompletionRequest)
-    if request.return_training_data:
-        request.return_token_ids, request.logprobs = True, request.logprobs or 0
     # An echoed prompt includes its log-probabilities.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
     wanted = wanted_outputs(call, request, service.config.coerce_one_of)

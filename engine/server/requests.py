@@ -70,7 +70,6 @@ class GenerateRequest(PromptRequest, kw_only=True):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
-    return_training_data: bool | None = None  # token ids, their log-probabilities, and the experts of each token
     explain_cache: bool | None = None  # in the usage: which tokens were cached, and why no more
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     kv_transfer_params: KvTransfer | None = None

@@ -5,8 +5,7 @@ experts (`--enable-expert-parallel`): every rank has some whole experts, and com
 Either way every rank receives all tokens, and the layer's one all-reduce sums the partial results.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -120,8 +119,6 @@ class Experts:
         self.num_experts = moe.num_experts
         self.counter: ExpertCounter | None = None  # set if experts move by their load (EPLB)
         self._table: SlotTable | None = None
-        self.chosen: list[Tensor] | None = None  # set by `recorded_choices`
-        self._top_k = moe.top_k
         self._first, self._num_slots = 0, moe.num_experts
         held = list(range(moe.num_experts))  # the expert in each of this rank's slots
         if weights.placement is not None:
@@ -161,8 +158,6 @@ class Experts:
         num_tokens, top_k = ids.shape
         if self.counter is not None:
             self.counter.add(ids)
-        if self.chosen is not None:
-            self.chosen.append(ids[:, : self._top_k])  # shared experts follow
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
             return self._fused(hidden, slots, shares, first=self._first, activation=self._activation, added=added)
@@ -179,19 +174,6 @@ class Experts:
         # A token's experts are summed in the order of the router's choice, so the sum does not depend on the batch.
         total = (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
         return total if added is None else total + added
-
-
-@contextmanager
-def recorded_choices(layers: Sequence[Experts]) -> Iterator[list[Tensor]]:
-    """Collect the experts [T, k] that the router of each of these layers chooses, in the order of the layers."""
-    chosen: list[Tensor] = []
-    for experts in layers:
-        experts.chosen = chosen
-    try:
-        yield chosen
-    finally:
-        for experts in layers:
-            experts.chosen = None
 
 
 def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Callable[..., Tensor] | None, int]:

@@ -15,10 +15,9 @@ import torch
 from penstock.executor.batch import KvPages
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
-from penstock.executor.models.moe import recorded_choices
-from penstock.executor.outbox import HostCopy, Outbox
+from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import Admission, RoutedExperts, Row, Step, StepResult
+from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
@@ -75,8 +74,6 @@ class LaunchedStep:
     sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
     unsampled: tuple[Layout, Samples, torch.Tensor] | None = None  # a step whose logits [S, vocabulary] wait for masks
-    routed: HostCopy | None = None  # [n, layers, top_k] int16: the experts that requests asked for …
-    routed_rows: dict[int, slice] = field(default_factory=dict)  # … and the part of each row
 
 
 class ModelRunner:
@@ -103,8 +100,6 @@ class ModelRunner:
         self._admissions: dict[int, Admission] = {}  # by slot
         self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
         self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … that need every token's hidden state
-        self.experts = model.experts  # of each MoE layer
-        self._asks_experts = np.zeros(inputs.num_slots, dtype=bool)
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
         self._finished_s = 0.0  # when the last step did
 
@@ -161,11 +156,6 @@ class ModelRunner:
             result.errors.update({rows[index]: text for index, text in failed.items()})
         for row in result.errors:
             result.tokens[row] = -1
-        if launched.routed is not None:
-            (ids,) = launched.routed.wait()
-            _, layers, top_k = ids.shape
-            for row, part in launched.routed_rows.items():
-                result.routed[row] = RoutedExperts(layers, top_k, ids[part].numpy().tobytes())
         # A step that was launched while another ran begins when that one ends.
         begun_s, self._finished_s = max(launched.started_s, self._finished_s), time.monotonic()
         return msgspec.structs.replace(
@@ -174,25 +164,6 @@ class ModelRunner:
             transfers=None if self._transfers is None else self._transfers.end(),
             experts=None if self._rebalancer is None else self._rebalancer.take_update(),
         )
-
-    @naming_options("a step", STEP_OPTIONS)
-    @torch.inference_mode()
-    def hidden(self, step: Step) -> list[torch.Tensor]:
-        """Return the hidden states of every position of each row, [count, hidden], without sampling or adapters."""
-        for admission in step.admissions:
-            self._admit(admission)
-        self._inputs.take(step.rows)
-        layout = Layout(step.rows)
-        batch, _ = self._inputs.prepare(layout, np.arange(layout.num_tokens))
-        parts = self._model.forward(batch, self._pages).split(layout.counts.tolist())
-        return [parts[place] for place in np.argsort(layout.order)]
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocabulary] of hidden states [n, hidden], on the first rank."""
-        logits = self._model.logits(hidden)
-        assert logits is not None
-        return logits
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -203,9 +174,7 @@ class ModelRunner:
             assert admission.adapter is None, "adapters are refused before they come here"
         else:
             self._adapter_of[slot] = self._adapters.number(admission.adapter)
-        self._asks_experts[slot] = sampling.returns_experts and bool(self.experts)
-        needs_all = admission.pooling == "mean" or sampling.prompt_logprobs is not None
-        self._asks_all[slot] = needs_all or self._asks_experts[slot]
+        self._asks_all[slot] = admission.pooling == "mean" or sampling.prompt_logprobs is not None
         self._asks_more[slot] = self._asks_all[slot] or admission.pooling is not None
         self._is_plain[slot] = is_plain(sampling)
         self._inputs.admit(slot, tokens, sampling)
@@ -227,15 +196,11 @@ class ModelRunner:
         if self._adapters is not None and numbers is not None:
             adapters, wanted_adapters = self._adapters.of_step(numbers, layout.query_starts, wanted)
             batch = replace(batch, adapters=adapters, wanted_adapters=wanted_adapters)
-        records = self._asks_experts[layout.slots].any()
-        with recorded_choices(self.experts if records else ()) as chosen:
-            hidden = self._model.forward(batch, self._pages)  # [W, hidden]
-        if chosen:
-            launched.routed = self._outbox.send([_join_choices(chosen, wanted)])
+        hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
                 first, end = np.searchsorted(wanted, layout.query_starts[row : row + 2]).tolist()
-                self._answer_more(layout, row, hidden, slice(first, end), launched)
+                self._answer_more(layout, row, hidden[first:end], launched)
             hidden = hidden[send(np.searchsorted(wanted, last[layout.samples]), self._device)]
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
@@ -260,15 +225,12 @@ class ModelRunner:
         need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
         return np.flatnonzero(need)
 
-    def _answer_more(self, layout: Layout, row: int, wanted: torch.Tensor, part: slice, launched: LaunchedStep) -> None:
-        """Compute what one row asks for beside a sample: prompt log-probabilities, experts, an embedding. wanted
-        [W, hidden]: the states that the step needs; `part`: those of the row."""
-        hidden = wanted[part]
+    def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: LaunchedStep) -> None:
+        """Compute what one row asks for beside a sample: prompt log-probabilities or an embedding. hidden [n, hidden]:
+        the row's states that the step needs."""
         admission = self._admissions[int(layout.slots[row])]
         index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
         num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
-        if self._asks_experts[admission.slot]:
-            launched.routed_rows[index] = part
         if num is not None:
             followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # states followed by a token of the prompt
             self._find_prompt_logprobs(index, admission.slot, start, followed, num, launched)
@@ -330,12 +292,6 @@ class ModelRunner:
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         self._inputs.put(ends.targets, self._group.broadcast(tokens))
-
-
-def _join_choices(chosen: list[torch.Tensor], wanted: np.ndarray) -> torch.Tensor:
-    """Return the experts of the wanted tokens, [W, layers, k] int16. The model's last layer computes only those."""
-    index = send(wanted, chosen[0].device)
-    return torch.stack([each if len(each) == len(wanted) else each[index] for each in chosen], 1).to(torch.int16)
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:

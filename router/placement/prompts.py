@@ -45,14 +45,7 @@ NOT_IN_PROMPT = frozenset(
         *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
         *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias", "allowed_token_ids"),
-        *(
-            "banned_token_ids",
-            "skip_special_tokens",
-            "return_token_ids",
-            "return_training_data",
-            "priority",
-            "cache_salt",
-        ),
+        *("banned_token_ids", "skip_special_tokens", "return_token_ids", "priority", "cache_salt"),
         *("request_id", "logprobs", "top_logprobs", "prompt_logprobs", "user", "metadata", "store", "service_tier"),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
     }

@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.front.forward import open_forward
     from penstock.engine.front.llm import LLM
     from penstock.engine.front.offline_call import LoRARequest
     from penstock.engine.front.results import RequestOutput, RequestsFailed
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     TextPrompt = TokensPrompt = dict[str, Any]
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "RequestOutput", "RequestsFailed", "SamplingParams", "__version__", "open_forward"]
+__all__ = ["LLM", "LoRARequest", "RequestOutput", "RequestsFailed", "SamplingParams", "__version__"]
 __all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
@@ -27,7 +26,6 @@ _HOMES = {
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it
     "TextPrompt": ("builtins", "dict"),  # vLLM's types of prompts, which are dictionaries
     "TokensPrompt": ("builtins", "dict"),
-    "open_forward": ("penstock.engine.front.forward", "open_forward"),
 }
 
 

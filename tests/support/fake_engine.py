@@ -24,7 +24,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ModelInfo, RoutedExperts, TokenLogprobs
+from penstock.executor.protocol import ModelInfo, TokenLogprobs
 
 EOS = 256
 INFO = ModelInfo(
@@ -207,8 +207,6 @@ class FakeEngine:
         token = prompt[position % len(prompt)]
         is_stop = token in (params.stop_token_ids or ()) or (token == EOS and not params.ignore_eos)
         first = position == 0
-        positions = range(len(prompt)) if first else [len(prompt) + position - 1]  # the expert of each is its number
-        experts = [RoutedExperts(1, 1, array("h", positions).tobytes())] if params.return_training_data else []
         return Output(
             name,
             [token],
@@ -220,7 +218,6 @@ class FakeEngine:
             if params.prompt_logprobs is None or not first
             else [_logprobs(each, params.prompt_logprobs) for each in prompt[1:]],
             queued_s=0.001 if first else None,
-            routed=experts,
         )
 
 

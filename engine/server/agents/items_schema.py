@@ -145,7 +145,7 @@ class CountItemsRequest(PromptRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs", "return_training_data"))
+@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
 class ResponsesRequest(CountItemsRequest, kw_only=True):
     """POST /v1/responses"""
 

@@ -1,9 +1,6 @@
 """Completions and chats as OpenAI's own client reads them, whole and streamed."""
 
-import base64
 import threading
-from array import array
-from functools import partial
 from typing import Any
 
 import pytest
@@ -116,24 +113,6 @@ def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:
     assert choice["logprobs"] is None
 
 
-@pytest.mark.parametrize("ask", ["complete", "chat"])
-def test_training_data_are_token_ids_logprobs_and_experts_whole_and_streamed(server: Running, ask: str) -> None:
-    """The experts are those of the prompt and of every token but the last."""
-    given = ("ab",) if ask == "complete" else ()
-    send = partial(getattr(server, ask), *given, return_training_data=True, max_tokens=3)
-    whole, chunks = send().json(), events(send(stream=True))
-    (choice,) = whole["choices"]
-    pieces = [event["choices"][0] for event in chunks]
-    prompt_ids = whole["prompt_token_ids"] if ask == "chat" else choice["prompt_token_ids"]
-    assert choice["token_ids"] == [token for piece in pieces for token in piece.get("token_ids", ())]
-    assert len(choice["logprobs"]["content" if ask == "chat" else "tokens"]) == len(choice["token_ids"]) == 3
-    experts = choice["routed_experts"]
-    assert experts["shape"] == [len(prompt_ids) + 2, 1, 1] and experts["dtype"] == "int16"
-    assert array("h", base64.b64decode(experts["data"])).tolist() == list(range(len(prompt_ids) + 2))
-    parts = [piece["routed_experts"]["data"] for piece in pieces if "routed_experts" in piece]
-    assert b"".join(map(base64.b64decode, parts)) == base64.b64decode(experts["data"])
-
-
 def test_a_stop_string_ends_the_answer_and_is_named(server: Running) -> None:
     choice = server.complete("abcd", stop=["cd"], max_tokens=50).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")
@@ -165,7 +144,6 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
         "banned_token_ids": [3],
         "skip_special_tokens": False,
         "prompt_logprobs": 1,
-        "return_training_data": True,
     }
     for send, is_continuation in ((server.complete, True), (server.chat, False)):
         assert send(**given, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
