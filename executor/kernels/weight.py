@@ -38,6 +38,10 @@ class Format:
     def cut(self, weight: "Weight", dim: int, start: int, size: int) -> "Weight":
         raise NotImplementedError
 
+    def rows_of_scales(self, rows: Tensor) -> Tensor | None:
+        """Return which rows of the scales these rows need; None if the codes cannot be reordered in this way."""
+        return rows
+
     def rows(self, weight: "Weight", first: int, end: int, device: torch.device) -> Tensor:
         """Return these rows as float32, with the columns in the order of the codes."""
         raise NotImplementedError
@@ -70,11 +74,13 @@ class Weight(NamedTuple):
         return numbers(values.narrow(dim, start - low, size), self.name)
 
     def take(self, rows: Tensor) -> "Weight":
-        """Return these rows, in this order."""
-        scales = None if self.scales is None else self.scales[rows]
-        zeros = None if self.zeros is None else self.zeros[rows]
+        """Return these rows, in this order; dequantized to float32 if their codes cannot be reordered."""
+        by = self.format.rows_of_scales(rows)
+        if by is None:
+            return numbers(self.dequantize(CPU, torch.float32)[rows], self.name)
+        scales, zeros = (None if part is None else part[by] for part in (self.scales, self.zeros))
         codes = self.codes.view(torch.uint8) if self.codes.dtype is EIGHT_BITS else self.codes
-        return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
+        return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros, panels=None)
 
     def dequantize(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Return the weight dequantized in float32 and rounded to `dtype`, a few rows at a time to avoid a float32 copy
@@ -145,6 +151,11 @@ class Blocks(Format):
         assert weight.scales is not None and start % BLOCK == 0
         scales = weight.scales.narrow(dim, start // BLOCK, -(-size // BLOCK))
         return weight._replace(codes=weight.codes.narrow(dim, start, size), scales=scales)
+
+    def rows_of_scales(self, rows: Tensor) -> Tensor | None:
+        firsts = rows[::BLOCK]
+        blocks = (firsts[:, None] + torch.arange(BLOCK)).flatten()
+        return None if (firsts % BLOCK).any() or not torch.equal(rows, blocks[: len(rows)]) else firsts // BLOCK
 
     def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
         assert weight.scales is not None

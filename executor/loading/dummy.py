@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS
 from penstock.executor.loading.quantization import SUFFIX
 
-PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # not embeddings, heads, norms and routers
+# Not embeddings, heads, norms, routers, and the few rows of the gates of recurrent layers.
+PROJECTIONS = tuple(f"_proj{end}.weight" for end in ("", "_with_mqa", "_qkv", "_qkvz", "_z"))
 PERIOD = 1_048_573  # the largest prime below 2**20
 
 

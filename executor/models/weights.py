@@ -214,7 +214,9 @@ class Weights:
         if matrix.pieces is None:
             return cuts
         (cut,) = cuts
-        return [numbers(sorted_rows(self.made.dequantize(cut), matrix.pieces))]
+        by_kind = cut.take(sorted_rows(torch.arange(cut.shape[0]), matrix.pieces))
+        self._count_dequantized(cut, [by_kind])
+        return [by_kind]
 
     def _bias(self, matrices: tuple[Matrix, ...], own: list[list[Weight]]) -> Tensor | None:
         """Return the concatenated biases, with zeros for matrices without a bias; None if there are only zeros."""
@@ -255,10 +257,14 @@ class Weights:
             return [part]
         dim = 0 if split == "rows" else 1
         cuts = [part.narrow(dim, first, end - first) for first, end in shares(part.shape[dim], units, self.group)]
-        if not part.is_numbers:  # weights sliced within a block or a group have been dequantized
-            num_widened = sum(cut.codes.numel() for cut in cuts if cut.is_numbers)
-            self.made.add_bytes("widened", num_widened * self.dtype.itemsize)
+        self._count_dequantized(part, cuts)
         return cuts
+
+    def _count_dequantized(self, before: Weight, after: list[Weight]) -> None:
+        """Count the weights that slicing or reordering within a block or a group has dequantized."""
+        if not before.is_numbers:
+            num_widened = sum(weight.codes.numel() for weight in after if weight.is_numbers)
+            self.made.add_bytes("widened", num_widened * self.dtype.itemsize)
 
 
 def read_weight(read: Callable[[str, tuple[int, ...]], Tensor | Weight], name: str, shape: tuple[int, ...]) -> Weight:

@@ -197,7 +197,7 @@ def test_pages_of_eight_bits_are_refused_on_a_cpu(asked: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["qwen3", "deepseek-v3"])
 def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     case: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -52,6 +52,10 @@ CASES = {
     "floats": Case("floats", bits=8, group=-1, scales=torch.bfloat16),
     "floats-one": Case("floats", bits=8, group=0, scales=torch.float32),
     "floats-experts": Case("floats", bits=8, group=-1, scales=torch.float32, model="qwen3-moe"),
+    "awq-gated": Case("awq", is_symmetric=False, model="qwen3-next"),
+    "gptq-gated": Case("gptq", is_ordered=True, model="qwen3.5"),
+    "packed-gated": Case("packed", group=32, model="qwen3-next"),
+    "floats-gated": Case("floats", bits=8, group=-1, model="qwen3.5"),
 }
 
 BLOCKS = {name: Case("blocks", model=name) for name in small_models.BLOCKS}
@@ -181,11 +185,13 @@ def folders(name: str) -> tuple[Path, Path]:
     """Return the folders of the model as codes, and as the numbers that they stand for."""
     case, root = (CASES | BLOCKS)[name], Path(_root().name) / name
     narrow, full = root / "narrow", root / "full"
-    random_model(*(small_models.CODED | small_models.BLOCKS)[case.model]).save_pretrained(narrow)
+    is_blocks = case.layout == "blocks"
+    random_model(*(small_models.BLOCKS if is_blocks else small_models.CODED)[case.model]).save_pretrained(narrow)
     tensors = load_file(narrow / WEIGHTS)
     numbers = dict(tensors)
     seeds: dict[str, int] = {}
-    is_stored = re.compile(r"_proj(_with_mqa)?\.weight$" if case.layout == "blocks" else r"_proj\.weight$").search
+    gates = "" if is_blocks else "|_ba"  # a few rows, of which no 128 are neighbours once they are sorted
+    is_stored = re.compile(rf"_proj(_with_mqa|_qkv|_qkvz|_z{gates})?\.weight$").search
     for weight in sorted(filter(is_stored, tensors)):
         layer = weight.removesuffix(".weight")
         # Projections of the same inputs may have the same order, and need not.
