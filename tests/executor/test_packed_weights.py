@@ -81,7 +81,17 @@ def test_rows_that_alternate_between_kinds_are_sorted_as_codes(kind: str, is_gpu
     ops = changed(torch_ops, has_packed=True, blocks=eight_bits_twin) if is_gpu else torch_ops
     layers, dequantized = [], []
     for pieces in (None, sizes):
-        weights = Weights(Mock(return_value=stored), torch.float32, CPU, RankGroup(), print, ops, Mock(), None, "MXFP4" if is_gpu else "all")
+        weights = Weights(
+            Mock(return_value=stored),
+            torch.float32,
+            CPU,
+            RankGroup(),
+            print,
+            ops,
+            Mock(),
+            None,
+            "MXFP4" if is_gpu else "all",
+        )
         layers.append(weights.linear(columns, Matrix("q_proj", rows, pieces=pieces)))
         dequantized.append(weights.made.num_bytes["widened"])
     is_first = torch.arange(rows) % turn < sizes[0]
