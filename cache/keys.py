@@ -19,6 +19,7 @@ from penstock._csrc import ffi, lib
 
 NAMESPACE_VERSION = b"penstock block keys 1"  # change it whenever the key layout changes: old keys then never match
 KEY_BYTES = 32
+SHORT_KEY_BYTES = 8  # the first bytes of a key, which identify a block in a router's index
 MAX_ID = 0xFFFFFFFF
 
 Tokens: TypeAlias = bytes | memoryview | Sequence[int]  # already validated little-endian int32 ids, or a list of ids

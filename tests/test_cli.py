@@ -14,14 +14,8 @@ import pytest
 from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.commands import serve
-from penstock.engine.config import (
-    ConfigError,
-    EngineOptions,
-    SchedulerConfig,
-    add_engine_options,
-    engine_config,
-    option_names,
-)
+from penstock.engine.config import ConfigError, SchedulerConfig
+from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config, option_names
 from penstock.engine.options import given_options, options_of, size_bytes
 from penstock.engine.vllm_options import IGNORED, WITH_VALUE
 from penstock.executor.protocol import ExecutorConfig

@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "prove",
     },
     "executors": {"executor"},
+    "core_process": {"engine", "executor.protocol", "executors"},
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
@@ -43,8 +44,8 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("options vllm_options sampling_params model_files messages config", "http", "page", "text", "grammar", "core",
-               "front", "server", "commands"),
+    "engine": ("config messages", "core", "options vllm_options engine_options sampling_params model_files", "http", "page",
+               "text", "grammar", "front", "server", "commands"),
     "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
@@ -292,6 +293,35 @@ def test_a_room_is_a_symlink_in_the_package_and_each_of_its_folders_is_a_package
     assert link.is_symlink() and link.resolve() == ROOT / room
     folders = {path.parent for path in (ROOT / room).rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+# The most lines of our own files that importing a module may load, and what must not be among them.
+CLOSURES = {
+    "engine.core.scheduler": (4_300, {
+        *("engine.text", "engine.grammar", "engine.http", "engine.options", "engine.vllm_options", "engine.model_files"),
+        *("executor.loading", "executor.models", "executor.process_life"),
+    }),
+    "engine.core.engine_core": (5_500, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
+    "engine.server.app": (12_600, {"prove", "engine.commands.bench"}),
+    "router.app": (8_900, {"engine.grammar", "engine.front", "engine.server"}),
+}  # fmt: skip
+LOADED_FILES = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+ours = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("penstock.")}
+print(*(f"{name}={file}" for name, file in ours.items() if file))
+"""
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_importing_a_module_loads_little_else(module: str) -> None:
+    limit, excluded = CLOSURES[module]
+    loaded = dict(entry.split("=", 1) for entry in printed(LOADED_FILES, f"penstock.{module}").split())
+    names = {name.removeprefix("penstock."): Path(file) for name, file in loaded.items()}
+    size = sum(file.read_text().count("\n") for file in names.values() if file.suffix == ".py")
+    print(f"{module} loads {size:,} lines of {len(names)} files")
+    assert [name for name in names if is_within(name, excluded)] == []
+    assert size <= limit, sorted(names)
 
 
 def importing(*rooms: str) -> str:

@@ -17,7 +17,8 @@ import pytest
 
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
-from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
+from penstock.engine.config import ConfigError, SchedulerConfig
+from penstock.engine.engine_options import EngineOptions, engine_config
 from penstock.engine.front.submit import begin_answer
 from penstock.engine.model_files import ModelError, resolve_model
 from penstock.engine.options import given_options

@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
+from penstock.engine.config import ConfigError, EngineConfig
+from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
 from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, recommended_sampling, resolve_model

@@ -6,11 +6,9 @@ which needs the masks before it samples.
 
 from concurrent.futures import FIRST_COMPLETED, wait
 
+from penstock.engine.core.grammars import CompileJob, GrammarCompiler, GrammarRefused, GrammarState, StepMaskFiller
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job
-from penstock.engine.grammar.masks import MaskFiller
-from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import Executor
 
@@ -18,10 +16,10 @@ COMPILED_WAIT_S = 0.005  # how long an otherwise idle core waits for a grammar b
 
 
 class Constraints:
-    def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler | None) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, compiler: GrammarCompiler | None) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
-        self._jobs: dict[Request, Job] = {}  # by the requests that wait for them, unless these have ended
-        self._filler: MaskFiller | None = None  # created with the first constrained request
+        self._jobs: dict[Request, CompileJob] = {}  # by the requests that wait for them, unless these have ended
+        self._filler: StepMaskFiller | None = None  # created with the first constrained request
 
     def submit(self, message: Submit) -> None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
@@ -29,12 +27,12 @@ class Constraints:
         matcher = job = None
         try:
             if self._filler is None:
-                self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
+                self._filler = self._compiler.mask_filler(self._scheduler.config.max_num_seqs)
             matcher = self._compiler.cached(message.grammar)
             if matcher is None:
                 job = self._compiler.start(message.grammar)
         except RuntimeError as error:  # a limit on threads or memory, which requests without a grammar do not need
-            job = Job(message.grammar)
+            job = CompileJob(message.grammar)
             job.result.set_exception(error)
         request = self._scheduler.submit(message, matcher)
         if job is not None:
@@ -60,7 +58,7 @@ class Constraints:
                 outputs.append(output)
         return outputs
 
-    def _take(self, request: Request, job: Job, limit: str | None) -> Output | None:
+    def _take(self, request: Request, job: CompileJob, limit: str | None) -> Output | None:
         """Queue the request with its compiled grammar, or end it. `limit`: the limit that the compilation exceeded."""
         if limit is not None:
             what, is_refusal = f"it {limit}", True
@@ -107,7 +105,7 @@ class Constraints:
             outputs.append(self._scheduler.end(requests[row], "error", error, is_refusal=True))
         return outputs
 
-    def _masked_rows(self) -> list[tuple[int, Matcher]] | None:
+    def _masked_rows(self) -> list[tuple[int, GrammarState]] | None:
         """Return the constrained rows of the oldest step in flight whose requests still run; None if no row has a
         mask."""
         step, requests, _ = self._scheduler.in_flight[0]

@@ -12,16 +12,16 @@ from functools import partial
 
 import msgspec
 
+from penstock.cache.keys import SHORT_KEY_BYTES
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.constraints import Constraints
+from penstock.engine.core.grammars import GrammarCompiler
 from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.pause import PauseController
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.usable import UsableKeys
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, KeyedBlock, Output, Stats, Submit
 from penstock.executor.protocol import (
     AdapterError,
@@ -46,7 +46,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        compiler: Compiler | None = None,
+        compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a `compiler`, no request may have a grammar."""
@@ -209,10 +209,10 @@ class CacheLog:
         keys, tokens, message = request.kv.keys, request.tokens, request.message
         size = self._keys.block_size
         for block in range(first, len(keys)):
-            parent = keys[block - 1][:KEY_BYTES] if block else b""
+            parent = keys[block - 1][:SHORT_KEY_BYTES] if block else b""
             content = tokens[block * size : (block + 1) * size].tobytes()
             salt = None if block else message.cache_salt
-            self._blocks.append(KeyedBlock(keys[block][:KEY_BYTES], parent, content, message.adapter, salt))
+            self._blocks.append(KeyedBlock(keys[block][:SHORT_KEY_BYTES], parent, content, message.adapter, salt))
 
     def updates(self) -> list[CacheUpdate]:
         """Return the changes since the last call; nothing without a watcher."""
@@ -229,7 +229,7 @@ class CacheLog:
 
 
 def shortened(keys: Iterable[bytes]) -> bytes:
-    return b"".join([key[:KEY_BYTES] for key in keys])
+    return b"".join([key[:SHORT_KEY_BYTES] for key in keys])
 
 
 def settle_garbage() -> None:

@@ -5,7 +5,6 @@ processes (executor/process_life.py).
 """
 
 import logging
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,8 +15,7 @@ import msgspec
 import zmq
 
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import load_vocabulary
+from penstock.engine.core.grammars import GrammarCompiler
 from penstock.engine.messages import (
     Abort,
     Connected,
@@ -44,9 +42,9 @@ from penstock.executor.protocol import (
     Executor,
     ExecutorConfig,
     ExecutorError,
+    ModelInfo,
     WeightsError,
 )
-from penstock.executors import open_executor
 
 log = logging.getLogger("penstock.engine")
 
@@ -59,7 +57,10 @@ CONTROL_DEADLINES_S = {"load_adapter": 150.0, "update_weights": 3900.0, "sleep":
 IDLE_CHECK_S = 1.0  # idle time after which invariants are checked and grammars warmed up, once
 
 
-def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Executor] = open_executor) -> int:
+def run(
+    open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Executor],
+    make_compiler: Callable[[ExecutorConfig, ModelInfo], GrammarCompiler],
+) -> int:
     """Run until asked to stop. The exit code is 0 only after a Shutdown."""
     start, channel = begin(CoreStart)
     leave_with(channel)
@@ -68,7 +69,7 @@ def main(open_executor: Callable[[ExecutorConfig, Callable[[str], None]], Execut
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
-        core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
+        core = EngineCore(config, executor, make_compiler(config.executor, executor.info))
         link.send(Ready(core.info))
         reporter.beat(lambda: heartbeat(core, duty))
         settle_garbage()
@@ -249,7 +250,3 @@ def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
         return Heartbeat(overdue_s, job)
     ends_s = core.step_ends_s
     return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

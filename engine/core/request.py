@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from penstock.engine.grammar.matcher import Matcher
+from penstock.engine.core.grammars import GrammarState
 from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
 
@@ -113,7 +113,7 @@ class Request:
     tokens: "array[int]"  # the prompt, then the answer
     max_tokens: int  # as requested, or as many as the context holds
     kv: RequestKv
-    matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
+    matcher: GrammarState | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
     num_prompt: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)

@@ -20,11 +20,11 @@ from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
+from penstock.engine.core.grammars import GrammarState
 from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
 from penstock.engine.core.tiered_kv import TieredKv
-from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
@@ -74,7 +74,7 @@ class Scheduler:
         self._num_submitted = 0
         self._weights_version = 0
 
-    def submit(self, message: Submit, matcher: Matcher | None = None) -> Request:
+    def submit(self, message: Submit, matcher: GrammarState | None = None) -> Request:
         """Queue or hold a sequence, which the front has checked. A held one counts as waiting, keeps its place in the
         queue and can be aborted."""
         tokens, most = array("i", message.tokens), self.info.max_model_len
@@ -307,7 +307,7 @@ class Scheduler:
                 if matcher.error:
                     return self.end(request, "error", f"the grammar cannot go on: {matcher.error}", is_refusal=True)
             if matcher.is_complete:
-                reason, stop_token = "stop", token if token in matcher.vocabulary.eos_ids else None
+                reason, stop_token = "stop", token if token in matcher.eos_ids else None
         if reason is None and request.num_outputs >= request.max_tokens:
             reason = "length"
         if reason is not None:
@@ -316,7 +316,7 @@ class Scheduler:
             self._drafter.choose_drafts(request, len(tokens), sent, len(self.running))
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
-    def _jump(self, request: Request, matcher: Matcher) -> list[int]:
+    def _jump(self, request: Request, matcher: GrammarState) -> list[int]:
         """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.
 
         If a step in flight still has to sample, it can sample only the first of them; the others are kept until then. A

@@ -85,7 +85,7 @@ class AsyncEngine:
         *,
         tokenizer: Tokenizer | None = None,
         progress: Callable[[str], None] = lambda _line: None,
-        core: str = "penstock.engine.core.process",
+        core: str = "penstock.core_process",
     ) -> None:
         """`core`: the module that runs as the core process; another one may open another executor."""
         self.stats = Stats()

@@ -15,8 +15,9 @@ from typing import Any, Self, Unpack, cast
 
 import msgspec
 
-from penstock.engine.config import EngineConfig, engine_config
+from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.engine_options import engine_config
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.offline_call import (

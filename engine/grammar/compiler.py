@@ -13,9 +13,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.engine.core.grammars import CompileJob, GrammarRefused, GrammarState
+from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
@@ -24,7 +25,6 @@ MAX_GIVEN_UP = 6  # additional threads, compiling grammars that no request waits
 STACK_BYTES = 512 << 20  # a chain of 20,000 rules, the most that fit in 256 KiB of text, uses a third of it
 # A cached grammar is compiled anew after this many tokens: up to 11 new lexer states per token were measured.
 RECYCLE_TOKENS = 16_384
-COMPILE_LIMIT_S = 10.0  # since a thread started the job: much more than any useful grammar needs on a busy machine
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
 LIMITS: dict[str, Any] = {  # arguments of llguidance.LLParserLimits
@@ -41,24 +41,6 @@ NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # llguidance's whole message if 
 NOTHING_FITS = "no text at all can keep to it"
 
 
-class GrammarRefused(ValueError):
-    """The grammar cannot be compiled; the message is llguidance's."""
-
-
-@dataclass(eq=False)
-class Job:
-    source: str
-    result: Future[Matcher] = field(default_factory=Future)  # a fresh matcher, or GrammarRefused
-    began_s: float | None = None  # set when a thread has started the job and the vocabulary is loaded
-
-    def limit_passed(self) -> str | None:
-        """Return a message naming the limit that compilation has exceeded, or None."""
-        is_late = self.began_s is not None and time.monotonic() - self.began_s > COMPILE_LIMIT_S
-        if is_late and not self.result.done():
-            return f"was not compiled within {COMPILE_LIMIT_S:g} s, which is the limit"
-        return None
-
-
 class Compiler:
     """Compiles and caches grammars. `load` builds the vocabulary, once, in the first thread that needs it."""
 
@@ -68,9 +50,11 @@ class Compiler:
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, Matcher] = OrderedDict()  # in initial state; each use copies it
         self._lock = threading.Lock()  # guards the cached grammars and the abandoned jobs
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CompileJob | None] = queue.SimpleQueue()
         self._num_threads = 0
-        self._given_up: set[Future[Matcher]] = set()  # abandoned jobs that still run; their threads have been replaced
+        self._given_up: set[Future[GrammarState]] = (
+            set()
+        )  # abandoned jobs that still run; their threads have been replaced
 
     def cached(self, source: str) -> Matcher | None:
         """Return a fresh matcher if the grammar is cached, else None. Takes 10 µs."""
@@ -93,16 +77,16 @@ class Compiler:
             with contextlib.suppress(RuntimeError):  # no thread starts: constrained requests will report it
                 self.start('start: "warm"')
 
-    def start(self, source: str) -> Job:
+    def start(self, source: str) -> CompileJob:
         """Queue a grammar for compilation; raise RuntimeError if no thread starts. Callbacks run in that thread."""
-        job = Job(source)
+        job = CompileJob(source)
         if self._num_threads < NUM_THREADS:
             start_thread(self._work)
             self._num_threads += 1
         self._jobs.put(job)
         return job
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, job: CompileJob) -> None:
         """Cancel a job that no request waits for any more. A thread that already runs it is replaced, and exits after
         the job."""
         with self._lock:
@@ -111,6 +95,10 @@ class Compiler:
             with contextlib.suppress(RuntimeError):  # no other thread starts, so this one stays
                 start_thread(self._work)
                 self._given_up.add(job.result)
+
+    def mask_filler(self, max_rows: int) -> MaskFiller:
+        """Return a filler of the masks of this compiler's grammars; raise RuntimeError if no thread starts."""
+        return MaskFiller(max_rows)
 
     def close(self) -> None:
         for _ in range(self._num_threads):

@@ -6,24 +6,16 @@ may read one while the other is filled.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 
+from penstock.engine.core.grammars import GrammarState, StepMasks
 from penstock.engine.grammar.matcher import Matcher
 from penstock.executor.machine import usable_cores
 
 MAX_THREADS = 16
 POOL_ROWS = 48  # one thread fills fewer rows (20 µs each) before other threads would have woken up
-
-
-class Masks(NamedTuple):
-    """The masks of the constrained rows of one step."""
-
-    rows: np.ndarray  # [n] int32, index of each row in the step
-    bits: np.ndarray  # [n, words] int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set
-    ended: list[int]  # rows where only an end token may follow; their masks allow every token and are not used
-    errors: dict[int, str]  # rows whose mask could not be computed, with the reason; their masks are not used either
 
 
 class MaskFiller:
@@ -38,27 +30,28 @@ class MaskFiller:
         self._pool: Any = None  # llguidance's threads, started for the first large step
         self._thread = ThreadPoolExecutor(1, "masks")
         self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
-        self._filling: Future[Masks] | None = None
+        self._filling: Future[StepMasks] | None = None
 
     @property
     def is_filling(self) -> bool:
         return self._filling is not None
 
-    def start(self, rows: Sequence[tuple[int, Matcher]]) -> None:
+    def start(self, rows: Sequence[tuple[int, GrammarState]]) -> None:
         """Start filling the masks of these rows of the step; do not touch their matchers before `finish`."""
         assert not self.is_filling, "one step at a time"
         self._filling = self._thread.submit(self.fill, rows)
 
-    def finish(self) -> Masks:
+    def finish(self) -> StepMasks:
         assert self._filling is not None
         filling, self._filling = self._filling, None
         return filling.result()
 
-    def fill(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
+    def fill(self, states: Sequence[tuple[int, GrammarState]]) -> StepMasks:
         """Fill the masks and return them; runs in the calling thread."""
-        assert len(rows) <= self._max_rows
+        assert len(states) <= self._max_rows
+        rows = cast("Sequence[tuple[int, Matcher]]", states)  # the states of a filler's compiler are its matchers
         if not rows:
-            return Masks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
+            return StepMasks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
         buffer = self._next_buffer(rows[0][1])
         self._compute(rows, buffer)
         bits = buffer[: len(rows)]
@@ -78,7 +71,7 @@ class MaskFiller:
             else:  # the grammar has a dead end, or only a special token with another meaning could follow
                 errors.setdefault(row, "no token of the vocabulary can follow")
             bits[place] = -1
-        return Masks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
+        return StepMasks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -1,8 +1,11 @@
-"""Tracks the position of one sequence in its grammar. The scheduler advances it; masks.py computes masks from it."""
+"""Tracks the position of one sequence in its grammar. The scheduler advances it through the protocol of
+engine/core/grammars.py; masks.py computes masks from it.
+"""
 
 import re
 from array import array
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
@@ -71,6 +74,10 @@ class Matcher:
         """Return the tokens that the grammar forces next, split as the tokenizer splits their text. The last piece is
         left out if it could still be split differently. Takes 2 µs if nothing is forced."""
         return self.backend.compute_ff_tokens()
+
+    @property
+    def eos_ids(self) -> AbstractSet[int]:
+        return self.vocabulary.eos_ids
 
     @property
     def is_complete(self) -> bool:

@@ -7,7 +7,8 @@ leave out the vocabulary: the core may still refuse a grammar for its masks.
 import asyncio
 from concurrent.futures import Future
 
-from penstock.engine.grammar.compiler import COMPILE_LIMIT_S, LIMITS, NUM_THREADS, start_thread
+from penstock.engine.core.grammars import COMPILE_LIMIT_S
+from penstock.engine.grammar.compiler import LIMITS, NUM_THREADS, start_thread
 from penstock.engine.grammar.matcher import shortened
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-KEY_BYTES = 8
+from penstock.cache.keys import SHORT_KEY_BYTES
+
 MAX_FRAME_BYTES = 2**22
 FRAME_KEYS = 2**13  # keys per frame of a snapshot: a reader applies a frame without interruption
 ALIVE_S = 1.0  # interval of `Alive` frames while nothing changes
@@ -64,7 +65,7 @@ Frame = Hello | Snapshot | Changes | Alive
 
 def snapshot(seq: int, runs: Mapping[str, bytes]) -> list[Snapshot]:
     """Return the parts of a snapshot of all tiers; one empty part for an empty cache."""
-    size = FRAME_KEYS * KEY_BYTES
+    size = FRAME_KEYS * SHORT_KEY_BYTES
     parts = [(tier, run[at : at + size]) for tier, run in runs.items() for at in range(0, len(run), size)]
     parts = parts or [("device", b"")]
     last = len(parts) - 1
@@ -72,7 +73,7 @@ def snapshot(seq: int, runs: Mapping[str, bytes]) -> list[Snapshot]:
 
 
 def keys_in(run: bytes) -> list[bytes]:
-    return [run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)]
+    return [run[at : at + SHORT_KEY_BYTES] for at in range(0, len(run), SHORT_KEY_BYTES)]
 
 
 def pack(frame: Frame) -> bytes:
@@ -110,6 +111,6 @@ class FrameReader:
             raise StreamError(f"frame: {error}") from None
         runs = (frame.keys,) if isinstance(frame, Snapshot) else ()
         for keys in (frame.stored, frame.removed) if isinstance(frame, Changes) else runs:
-            if len(keys) % KEY_BYTES:
-                raise StreamError(f"frame: {len(keys)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+            if len(keys) % SHORT_KEY_BYTES:
+                raise StreamError(f"frame: {len(keys)} bytes are not a whole number of {SHORT_KEY_BYTES}-byte keys")
         return frame

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.cache.keys import KeyChanges, block_keys, namespace_root
-from penstock.engine.http.kv_stream import KEY_BYTES, Changes, Frame, Hello, snapshot
+from penstock.cache.keys import SHORT_KEY_BYTES, KeyChanges, block_keys, namespace_root
+from penstock.engine.http.kv_stream import Changes, Frame, Hello, snapshot
 
 Hash = bytes | int
 
@@ -134,7 +134,9 @@ class EngineBlocks:
     def snapshot(self) -> Iterator[Frame]:
         """Return all that is known to be there, in place of what the placement has."""
         yield Hello(self._engine, "sha256", self._fingerprint, self.block_size, 0)
-        runs = {tier: b"".join([self._keys[name][:KEY_BYTES] for name in held]) for tier, held in self._held.items()}
+        runs = {
+            tier: b"".join([self._keys[name][:SHORT_KEY_BYTES] for name in held]) for tier, held in self._held.items()
+        }
         yield from snapshot(self.seq, runs)
 
     @property
@@ -171,7 +173,7 @@ class EngineBlocks:
             held[name] += 1
             if held[name] == 1:
                 self._keys[name] = key
-                changes.note(key[:KEY_BYTES], True)
+                changes.note(key[:SHORT_KEY_BYTES], True)
 
     def _root(self, event: StoredEvent) -> bytes | None:
         """Return what the first block's key is chained to; None if it stands behind an unknown block."""
@@ -193,7 +195,7 @@ class EngineBlocks:
             if held[name]:
                 continue
             del held[name]
-            changes.note(self._keys[name][:KEY_BYTES], False)
+            changes.note(self._keys[name][:SHORT_KEY_BYTES], False)
             if not any(name in others for others in self._held.values()):
                 del self._keys[name]
 

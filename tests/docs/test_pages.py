@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.engine.config import EngineOptions
+from penstock.engine.engine_options import EngineOptions
 from penstock.engine.model_files import DEFAULT_NAME
 from penstock.engine.options import options_of
 from penstock.engine.server.server_config import ServerConfig

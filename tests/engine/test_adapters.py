@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from penstock import LoRARequest, SamplingParams
-from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, engine_config
+from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.engine_options import engine_config
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.support.oracle import OracleExecutor, content_folder

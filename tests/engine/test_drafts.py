@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.config import ConfigError, SpeculativeConfig, engine_config
+from penstock.engine.config import ConfigError, SpeculativeConfig
 from penstock.engine.core.drafts import WINDOW, find_repeat
+from penstock.engine.engine_options import engine_config
 from penstock.executor.protocol import Sampling
 from tests.engine.test_tiers import tier_storm
 from tests.support.refusals import cases, table

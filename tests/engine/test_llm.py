@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from penstock import RequestsFailed
-from penstock.engine.config import ConfigError, engine_config
+from penstock.engine.config import ConfigError
+from penstock.engine.engine_options import engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, engine_config
+from penstock.engine.config import ConfigError
+from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams

@@ -13,11 +13,12 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from penstock.engine.config import engine_config
+from penstock.engine.core.grammars import GrammarRefused
+from penstock.engine.engine_options import engine_config
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import CacheUpdate, FinishReason, MissReason, Output, Reuse, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams

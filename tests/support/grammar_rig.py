@@ -26,7 +26,9 @@ COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may 
 
 
 def matcher(**wanted: Any) -> Matcher:
-    return COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(60)
+    state = COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(60)
+    assert isinstance(state, Matcher)
+    return state
 
 
 def accepts(found: Matcher, text: str) -> bool:

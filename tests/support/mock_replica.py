@@ -18,8 +18,9 @@ from typing import Any
 
 import uvloop
 
-from penstock.engine.config import EngineConfig, engine_config
+from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.engine_options import engine_config
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Output, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache

@@ -3,7 +3,7 @@
 import argparse
 
 from penstock.engine.commands import serve
-from penstock.engine.config import EngineOptions, engine_config
+from penstock.engine.engine_options import EngineOptions, engine_config
 from penstock.engine.options import given_options
 
 

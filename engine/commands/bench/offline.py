@@ -12,7 +12,8 @@ from statistics import fmean
 
 from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
 from penstock.engine.commands.bench.report import output_file, percentile, write_json
-from penstock.engine.config import ConfigError, EngineOptions
+from penstock.engine.config import ConfigError
+from penstock.engine.engine_options import EngineOptions
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import Count, Length, flag, given_options
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams

@@ -13,7 +13,8 @@ import pytest
 
 from penstock.engine.commands.bench.datasets import DATASETS, DatasetOptions, PromptSource, Sample
 from penstock.engine.commands.bench.serving import arrival_times
-from penstock.engine.config import ConfigError, chosen
+from penstock.engine.config import ConfigError
+from penstock.engine.engine_options import chosen
 from penstock.engine.options import add_options
 from tests.support.refusals import table
 

@@ -14,7 +14,8 @@ import pytest
 from penstock.engine.commands import bench
 from penstock.engine.commands.bench import serving
 from penstock.engine.commands.bench.report import serving_table
-from penstock.engine.config import ConfigError, chosen
+from penstock.engine.config import ConfigError
+from penstock.engine.engine_options import chosen
 from tests.support.bench_endpoint import completion, endpoint, speak_openai
 from tests.support.refusals import table
 from tests.support.router_stub import Answer, Seen, whole

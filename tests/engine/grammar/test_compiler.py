@@ -10,8 +10,10 @@ from unittest.mock import Mock
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
+from penstock.engine.core import grammars
+from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar import compiler as compiler_module
-from penstock.engine.grammar.compiler import LIMITS, Compiler, GrammarRefused
+from penstock.engine.grammar.compiler import LIMITS, Compiler
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
@@ -84,11 +86,11 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
             return super()._compile(source)
 
     compiler = Slow(vocabulary)
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 0.05)
+    monkeypatch.setattr(grammars, "COMPILE_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
         with pytest.raises(GrammarRefused, match="not compiled within"):
             compile_within_limits(compiler, source_of(f"slow{number}"))
-    monkeypatch.setattr(compiler_module, "COMPILE_LIMIT_S", 30)
+    monkeypatch.setattr(grammars, "COMPILE_LIMIT_S", 30)
     compile_within_limits(compiler, source_of("fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
     gate.set()

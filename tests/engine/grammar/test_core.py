@@ -93,7 +93,7 @@ def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pyte
 
     compiler = Slow(vocabulary)
     compiler.start(grammar_source(LETTERS)).result.result(60)  # so that the limit is for the other grammar alone
-    monkeypatch.setattr("penstock.engine.grammar.compiler.COMPILE_LIMIT_S", 0.05)
+    monkeypatch.setattr("penstock.engine.core.grammars.COMPILE_LIMIT_S", 0.05)
     world = Core(compiler=compiler)
     world.submit(submit("slow", [2], StructuredOutputs(regex="slow")))
     world.submit(submit("good", [1], LETTERS))

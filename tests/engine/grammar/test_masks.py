@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from llguidance import LLExecutor
 
+from penstock.engine.core.grammars import StepMasks
 from penstock.engine.grammar import masks as masks_module
-from penstock.engine.grammar.masks import MaskFiller, Masks
+from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.matcher import Matcher
 from tests.support.fake_engine import EOS
 from tests.support.grammar_rig import VOCAB_SIZE, matcher
 
 
-def allowed(masks: Masks, place: int) -> set[int]:
+def allowed(masks: StepMasks, place: int) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(masks.bits[place].view(np.uint8), bitorder="little")).tolist())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.grammar.compiler import GrammarRefused
+from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
