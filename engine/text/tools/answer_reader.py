@@ -29,19 +29,21 @@ class AnswerReader(CallReader):
         self._is_bare = form is not None and form.is_bare
         bare = [r"(?<=\n\n)(?=[{\[])"] if self._is_bare else []
         self._opening = re.compile("|".join([*map(re.escape, self._marks), *bare]))
+        self._is_calling = False  # the undecided text is behind the mark of a call, or begins a call without a mark
         self._held: Collection[str] = ()  # the marks after which a grammar enforces calls; "": calls without a mark
         if calls is not None and is_certain:
             self._held = ("", *self._marks) if calls.must else calls.form.triggers
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. Unfinished reasoning is returned as reasoning; an unfinished closing mark
-        of a complete call is dropped."""
+        of a complete call is dropped, and so is the beginning of a call that a grammar enforces."""
         if self._is_thinking:
             self._reason(self.text[self.at :])
             self.at, self._blanks = len(self.text), []
         self._reading.close()
-        is_dropped = self.is_closing or self.is_within_call
-        self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
+        if not ("" in self._held or (self._is_calling and self.is_certain)):
+            is_dropped = self.is_closing or self.is_within_call
+            self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
         if self._blanks and not self.num_calls:
             self._out.append(Content("".join(self._blanks)))
         self.at, self._blanks = len(self.text), []
@@ -57,13 +59,13 @@ class AnswerReader(CallReader):
             is_call = self.text[self.at] in "{["
         while True:
             mark = "" if is_call else (yield from self._read_text())
-            is_call, self.is_certain = False, mark in self._held
+            is_call, self._is_calling, self.is_certain = False, True, mark in self._held
             assert self._form is not None
             try:
                 yield from self._form.parse(self, mark)
             except Malformed as error:
                 self._give_up(error.place)
-            self.is_closing = self.is_within_call = False
+            self.is_closing = self.is_within_call = self._is_calling = False
 
     def _read_text(self) -> Wait[str]:
         """Read content up to a mark and return the mark."""

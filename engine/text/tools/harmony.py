@@ -56,10 +56,11 @@ class HarmonyReader(CallReader):
             self.feed(thinking.begun)  # these pieces are in the prompt
 
     def finish(self) -> list[Piece]:
-        """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content."""
+        """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content,
+        unless a grammar enforces the headers."""
         self._reading.close()
         rest, self.at = self.text[self.at :], len(self.text)
-        if not self._is_header or _TOKEN.search(rest) is None:
+        if not self._is_header or (_TOKEN.search(rest) is None and not self.is_certain):
             self._add(rest)
             self._end_message()
         return self._taken()

@@ -205,6 +205,14 @@ def test_a_call_that_is_cut_off_is_kept_where_it_was_announced_and_text_elsewher
 
 
 @NEW
+def test_wherever_required_calls_are_cut_off_none_of_their_text_is_content(name: str) -> None:
+    calls = [("trip", {"city": "Ulm", "days": 1})] * (2 if FORMS[name].has_many else 1)
+    text = WRITERS[name](calls)
+    for end in range(1, len(text)):
+        assert read([text[:end]], calls_for(name, must=True), certain=True)[1] == "", end
+
+
+@NEW
 @pytest.mark.parametrize("unit", ["<", "{", "[", "'", '"', "\\", " ", "\n", "a", "a ", ",", ":", "="])
 def test_a_hostile_text_of_any_length_comes_back_whole(name: str, unit: str) -> None:
     text = WRITERS[name]([("trip", {"city": "Ulm", "days": 1})])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from penstock.engine.text.tools.answer_reader import MAX_FALSE, AnswerReader
-from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
+from penstock.engine.text.tools.reader import MAX_CALLS, CallStart, Content
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.refusals import hardest
@@ -98,6 +98,19 @@ def test_arguments_that_break_a_grammar_s_promise_stay_where_they_were_read() ->
 
 def test_a_call_cut_off_by_the_length_keeps_what_it_has_where_it_was_read() -> None:
     assert read([HEAD + '{"city": "U'], calls_of("hermes"), certain=True) == ("", "", [("weather", '{"city": "U')])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_wherever_required_calls_are_cut_off_none_of_their_text_is_content(name: str) -> None:
+    for end in range(1, len(CALLS[name])):
+        reader = AnswerReader(calls_of(name, must=True), None, is_certain=True)
+        pieces = [*reader.feed(CALLS[name][:end]), *reader.finish()]
+        assert not any(isinstance(piece, Content) for piece in pieces), (end, pieces)
+
+
+def test_optional_calls_that_are_cut_off_behind_their_mark_are_no_content_where_a_grammar_holds_them() -> None:
+    for rest, content in (('>{"name": "wea', "so "), ("", "so <tool_call")):
+        assert read(["so <tool_call" + rest], calls_of("hermes"), certain=True) == ("", content, [])
 
 
 def test_one_call_is_the_limit_where_no_more_are_wanted() -> None:
