@@ -3,6 +3,7 @@
 Each position becomes JSON at once: encoding a long answer as a whole would hold the GIL, in a thread too.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from penstock.engine.front.results import candidates
+from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
@@ -56,6 +58,33 @@ def completion_logprobs(
             top.setdefault(read(id_), value)
         add(token.ids[0], token.values[0], Raw(encode(top)))
     return reply, offset
+
+
+class TextLogprobs:
+    """Assigns the tokens of an answer to the runs of its text that are returned, such as the text between two calls. A token
+    belongs to the first run that has a part of its text; special tokens that are not shown belong to none."""
+
+    def __init__(self, tokenizer: Tokenizer, stream: TextStream, as_ids: bool | None) -> None:
+        """`stream` decodes the answer a second time, token by token."""
+        self._tokenizer, self._stream, self._as_ids = tokenizer, stream, as_ids
+        self._num_chars = 0
+        self._tokens: deque[tuple[int, int, Raw]] = deque()  # where a token's text begins and ends; its entry
+
+    def add(self, tokens: Sequence[TokenLogprobs]) -> None:
+        entries = chat_logprobs(self._tokenizer, tokens, self._as_ids)["content"]
+        for token, entry in zip(tokens, entries, strict=True):
+            begin, self._num_chars = self._num_chars, self._num_chars + len(self._stream.push([token.ids[0]]))
+            if begin < self._num_chars or token.ids[0] not in self._tokenizer.special_ids:
+                self._tokens.append((begin, self._num_chars, entry))
+
+    def take(self, begin: int, end: int) -> list[Raw]:
+        """Return the entries of the run of text from `begin` to `end`, and drop those before it."""
+        while self._tokens and self._tokens[0][0] < begin and self._tokens[0][1] <= begin:
+            self._tokens.popleft()
+        taken = []
+        while self._tokens and self._tokens[0][0] < end:
+            taken.append(self._tokens.popleft()[2])
+        return taken
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> list[Raw | None]:

@@ -52,11 +52,13 @@ class Reading:
 
     def __init__(self, plan: "ReadingPlan", reader: AnswerReader | harmony.HarmonyReader | None) -> None:
         self._plan, self._reader = plan, reader
+        self._num_chars = 0  # of the text so far
 
     def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
         """Return the pieces that the next text of the answer completes, with an id for every call."""
         if self._reader is None:
-            return [Content(text)] if text else []
+            self._num_chars += len(text)
+            return [Content(text, self._num_chars)] if text else []
         found = self._reader.feed(text)
         if is_last:
             found = found + self._reader.finish()

@@ -79,10 +79,15 @@ def read(
     """Everything that a reader makes of a text that comes in these pieces."""
     reader = AnswerReader(calls, thinking, is_certain=certain)
     found: list[Piece] = []
+    text = ""
     for piece in pieces:
+        text += piece
         found += reader.feed(piece)
         reader.check()
-    return gathered([*found, *reader.finish()])
+    found += reader.finish()
+    for each in found:
+        assert not isinstance(each, Content) or each.text == text[each.end - len(each.text) : each.end], each
+    return gathered(found)
 
 
 def gathered(pieces: Sequence[Piece]) -> Read:

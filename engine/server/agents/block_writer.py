@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError, error_info
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.call import Call
@@ -26,6 +27,9 @@ class BlockWriter(Writer):
         self.reply["usage"] = self._usage()
         self._event("message_start", message=self.reply)
         self._event("ping")
+
+    async def see(self, _update: Update) -> None:
+        """Blocks show nothing but the text."""
 
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         block: dict[str, Any]

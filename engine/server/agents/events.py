@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import Reply
@@ -31,6 +32,10 @@ class Writer(ABC):
         self._kind: Kind | None = None  # kind of the open part
         self._text: list[str] = []  # text of the open part
         self._events: list[bytes] = []  # events that were not sent yet
+
+    @abstractmethod
+    async def see(self, update: Update) -> None:
+        """Receive an update before the pieces of its text."""
 
     def take(self, piece: Piece) -> None:
         """Add a piece to the open part, or begin a new part with it."""
@@ -104,6 +109,7 @@ async def write(service: Service, call: Call, plan: ReadingPlan, writer: Writer)
                 if not has_begun:
                     has_begun = True
                     writer.begin()
+                await writer.see(update)
                 for piece in reading.pieces(update.text, is_last=update.finish_reason is not None):
                     writer.take(piece)
                 reason = reading.finish_reason(update.finish_reason)

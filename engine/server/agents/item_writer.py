@@ -7,24 +7,27 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.custom_tools import InputDecoder
 from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.agents.items_schema import CustomTool
+from penstock.engine.server.answers import LONG_ANSWER
 from penstock.engine.server.call import Call
+from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.tool_choice import ChatFinish
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.text.tools.reader import CallStart, object_in
+from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_in
 
 Keep = Callable[[dict[str, Any]], bool]  # stores a response; returns whether it was stored
 
 # Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
-# text's events, field of the text, further fields of the events (clients require `logprobs`, which is always empty).
+# text's events, field of the text, further fields of the events.
 FORMS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "reasoning": ("reasoning", "rs", "reasoning_text", "text", {"content_index": 0}),
-    "text": ("message", "msg", "output_text", "text", {"content_index": 0, "logprobs": []}),
+    "text": ("message", "msg", "output_text", "text", {"content_index": 0}),
     "call": ("function_call", "fc", "function_call_arguments", "arguments", {}),
     "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input", {}),
 }
@@ -37,20 +40,42 @@ class ItemWriter(Writer):
     """Writes one response. When it has ended, before the last event, `keep` is called with it and returns whether it
     was stored."""
 
-    def __init__(self, call: Call, reply: dict[str, Any], tokenizer: Tokenizer, keep: Keep, *, is_stream: bool) -> None:
+    def __init__(
+        self,
+        call: Call,
+        reply: dict[str, Any],
+        tokenizer: Tokenizer,
+        keep: Keep,
+        logprobs: TextLogprobs | None,
+        *,
+        is_stream: bool,
+    ) -> None:
         super().__init__(call, reply, is_stream=is_stream)
         self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
         self._custom_tools = {tool.name for tool in reply["tools"] if isinstance(tool, CustomTool)}
+        self._logprobs = logprobs
+        self._part_logprobs: list[msgspec.Raw] = []  # of the open part, if it is text
+        self._new_logprobs: list[msgspec.Raw] = []  # of the newest piece
         self._input: InputDecoder | None = None  # of the open part, if it is a custom tool's call
 
     def begin(self) -> None:
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
+    async def see(self, update: Update) -> None:
+        if (logprobs := self._logprobs) is not None and (tokens := update.logprobs):
+            await in_thread_if(len(tokens) > LONG_ANSWER, lambda: logprobs.add(tokens))
+
+    def take(self, piece: Piece) -> None:
+        self._new_logprobs = []
+        if self._logprobs is not None and isinstance(piece, Content):
+            self._new_logprobs = self._logprobs.take(piece.end - len(piece.text), piece.end)
+        super().take(piece)
+
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         is_custom = call is not None and call.name in self._custom_tools
-        self._input = InputDecoder() if is_custom else None
+        self._input, self._part_logprobs = InputDecoder() if is_custom else None, []
         item_type, prefix, self._text_type, self._field, self._event_fields = FORMS["custom" if is_custom else kind]
         item_id = f"{prefix}_{self._call.id}{len(self.reply['output']):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
@@ -65,8 +90,10 @@ class ItemWriter(Writer):
 
     def _grow(self, text: str, *, is_last: bool = False) -> None:
         text = text if self._input is None else self._input.feed(text, is_last=is_last)
+        self._part_logprobs += self._new_logprobs
         if text:
-            self._about(f"response.{self._text_type}.delta", delta=text, **self._event_fields)
+            fields = self._event_fields | ({"logprobs": self._new_logprobs} if self._kind == "text" else {})
+            self._about(f"response.{self._text_type}.delta", delta=text, **fields)
 
     async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
@@ -101,13 +128,14 @@ class ItemWriter(Writer):
             self._about(done, **{self._field: text}, name=item["name"])
         else:
             item["content"] = [self._part()]
-            self._about(done, text=text, **self._event_fields)
+            fields = self._event_fields | ({"logprobs": self._part_logprobs} if kind == "text" else {})
+            self._about(done, text=text, **fields)
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply["output"]) - 1, item=item)
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self._text_type, "text": "".join(self._text)}
-        return part | {"annotations": [], "logprobs": []} if self._kind == "text" else part
+        return part | {"annotations": [], "logprobs": self._part_logprobs} if self._kind == "text" else part
 
     def _about(self, kind: str, **fields: Any) -> None:
         """Add an event about the last item."""

@@ -19,6 +19,7 @@ from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
     ITEM,
+    LOGPROBS,
     NOT_SERVED,
     VENDOR_TOOLS,
     AnyItem,
@@ -32,11 +33,13 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.endpoint import Reply
+from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.service import Service
 
 MAX_CHAIN = 1000  # length of a chain of previous responses
 PATHS = {  # the chat API's field → the field in this API
     "messages": "input",
+    "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -56,7 +59,13 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     reply = _reply(service, call, request, [*tools.values()])
     plan = await ask(service, call, chat, conversation)
     keep = partial(_keep, service, call, request, given)
-    writer = ItemWriter(call, reply, service.tokenizer, keep, is_stream=bool(request.stream))
+    logprobs = None
+    if chat.logprobs:
+        shown_ids = frozenset[int]() if plan.is_plain else service.tools.shown_ids
+        skips = getattr(chat, "skip_special_tokens", None) is not False
+        stream = service.tokenizer.stream(skips, shown_ids=shown_ids)
+        logprobs = TextLogprobs(service.tokenizer, stream, request.return_tokens_as_token_ids)
+    writer = ItemWriter(call, reply, service.tokenizer, keep, logprobs, is_stream=bool(request.stream))
     return await respond(service, call, plan, writer)
 
 
@@ -129,6 +138,10 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
     if form is not None:
         of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)
         fields["response_format"] = schema.ResponseFormat(form.type, of_json)
+    shown = getattr(request, "include", None) or ()
+    fields["logprobs"] = LOGPROBS in shown or bool(fields["top_logprobs"]) or None
+    if not fields["logprobs"]:
+        fields["top_logprobs"] = None
     if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
     return fields
@@ -148,7 +161,7 @@ def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[A
     """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
-    items = msgspec.json.encode([*given, *reply["output"]])
+    items = msgspec.json.encode([*given, *msgspec.convert(reply["output"], list[ITEM])])  # without log-probabilities
     stored = StoredResponse(call.key, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)
 

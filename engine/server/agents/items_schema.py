@@ -13,8 +13,9 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-# Many clients send it. It has no effect: reasoning is plain text in its item's content, never encrypted.
-Included = Literal["reasoning.encrypted_content"]
+LOGPROBS = "message.output_text.logprobs"
+# Many clients send the first. It has no effect: reasoning is plain text in its item's content, never encrypted.
+Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +154,8 @@ class ResponsesRequest(CountItemsRequest, kw_only=True):
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # without effect: no obfuscation is added
     max_output_tokens: int | None = None
     include: list[Included] | None = None
+    top_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     store: bool | None = None
     metadata: Metadata | None = None
     user: str | None = None

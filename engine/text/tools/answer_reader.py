@@ -41,11 +41,14 @@ class AnswerReader(CallReader):
             self._reason(self.text[self.at :])
             self.at, self._blanks = len(self.text), []
         self._reading.close()
-        if not ("" in self._held or (self._is_calling and self.is_certain)):
+        if "" in self._held or (self._is_calling and self.is_certain):
+            self._blanks = []
+        else:
             is_dropped = self.is_closing or self.is_within_call
-            self._content("".join(self.raw) + ("" if is_dropped else self.text[self.at :]))
+            end = self.at if is_dropped else len(self.text)
+            self._content("".join(self.raw) + self.text[self.at : end], end)
         if self._blanks and not self.num_calls:
-            self._out.append(Content("".join(self._blanks)))
+            self._out.append(Content("".join(self._blanks), self.start + len(self.text)))
         self.at, self._blanks = len(self.text), []
         return self._taken()
 
@@ -74,25 +77,26 @@ class AnswerReader(CallReader):
             text, at = self.text, self.at
             found = self._opening.search(text, at) if may_call else None
             if found is not None:
-                self._content(text[at : found.start()])
+                self._content(text[at : found.start()], found.start())
                 self.raw, self.json, self.at = [found[0]], [], found.end()
                 return found[0]
             self.at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
-            self._content(text[at : self.at])
+            self._content(text[at : self.at], self.at)
             yield from self.wait()
 
     def _give_up(self, place: int) -> None:
         """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
         would be quadratic."""
         self._flush()
-        self._content("".join(self.raw) + self.text[self.at : place])
+        self._content("".join(self.raw) + self.text[self.at : place], place)
         self.raw, self.at = [], place
         self._num_false += 1
 
-    def _content(self, text: str) -> None:
+    def _content(self, text: str, end: int) -> None:
+        """Add text that ends at `end` to the content."""
         body = text.rstrip() if self._marks else text
         if body:
-            self._out.append(Content("".join(self._blanks) + body))
+            self._out.append(Content("".join(self._blanks) + body, self.start + end - len(text) + len(body)))
             self._blanks = []
         if len(body) < len(text):
             self._blanks.append(text[len(body) :])

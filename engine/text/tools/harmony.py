@@ -54,6 +54,7 @@ class HarmonyReader(CallReader):
         self._channel, self._function = "final", ""  # of the current message; "" if it is not to a known function
         if thinking is not None:
             self.feed(thinking.begun)  # these pieces are in the prompt
+            self.start -= len(thinking.begun)
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content,
@@ -61,8 +62,8 @@ class HarmonyReader(CallReader):
         self._reading.close()
         rest, self.at = self.text[self.at :], len(self.text)
         if not self._is_header or (_TOKEN.search(rest) is None and not self.is_certain):
-            self._add(rest)
-            self._end_message()
+            self._add(rest, self.at)
+            self._end_message(self.at)
         return self._taken()
 
     def _answer(self) -> Wait[None]:
@@ -72,12 +73,12 @@ class HarmonyReader(CallReader):
                 self._announce(self._function)
             while (found := _END.search(self.text, self.at)) is None:
                 stop = len(self.text) - num_held(self.text, self.at, _ENDS)
-                self._add(self.text[self.at : stop])
+                self._add(self.text[self.at : stop], stop)
                 self.at = stop
                 yield from self.wait()
-            self._add(self.text[self.at : found.start()])
+            self._add(self.text[self.at : found.start()], found.start())
             self.at = found.start() if found[0] == START else found.end()
-            self._end_message()
+            self._end_message(found.start())
 
     def _header(self) -> Wait[None]:
         """Read the header of a message. Text that cannot be one is content."""
@@ -89,6 +90,7 @@ class HarmonyReader(CallReader):
             if end > MAX_FRAME_CHARS or (end < 0 and len(text) >= _MAX_HEADER_CHARS):
                 # Tokens are removed from a fixed length only, so that the result does not depend on the pieces.
                 text = _TOKEN.sub("", text[:_MAX_HEADER_CHARS]) + text[_MAX_HEADER_CHARS:]
+                self.start += len(self.text) - len(text)
                 self.text, self.at = text, 0
                 break
             if end >= 0:
@@ -101,21 +103,21 @@ class HarmonyReader(CallReader):
             yield from self.wait()
         self._is_header = False
 
-    def _add(self, text: str) -> None:
-        """Add text to the current message. That of a call that is not announced may still turn out to be content."""
+    def _add(self, text: str, end: int) -> None:
+        """Add text that ends at `end` to the current message. That of a call that is not announced may still turn out to be content."""
         if self._function:
             self.json.append(text)
         elif text:
-            self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
+            self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text, self.start + end))
 
-    def _end_message(self) -> None:
-        """End the current message. Without a grammar, it is a call only if its arguments are a JSON object."""
+    def _end_message(self, end: int) -> None:
+        """End the current message, whose text ends at `end`. Without a grammar, it is a call only if its arguments are a JSON object."""
         if self._function:
             body = "".join(self.json)
             self.json = [body if self.is_within_call else body.strip()]
             try:
                 self.end_call(self._function)
             except Malformed:
-                self._out.append(Content(body))
+                self._out.append(Content(body, self.start + end))
         self.json = []
         self._is_header, self._channel, self._function = True, "final", ""

@@ -22,6 +22,7 @@ class Reasoning(NamedTuple):
 
 class Content(NamedTuple):
     text: str
+    end: int  # position after it in the text of the whole answer, of which it is one run
 
 
 class CallStart(NamedTuple):

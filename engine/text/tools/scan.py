@@ -33,11 +33,11 @@ class Malformed(Exception):
 
 
 class Source:
-    """A growing text. `text[at:]` is not parsed yet; `raw` and `json` collect what was parsed and what it stands for in
+    """A growing text. `text[at:]` is not parsed yet; `start` is the position of `text` in the whole text; `raw` and `json` collect what was parsed and what it stands for in
     the JSON of a call's arguments."""
 
     def __init__(self, text: str = "") -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.start = text, 0, 0
         self.raw: list[str] = []
         self.json: list[str] = []
 
@@ -52,6 +52,7 @@ class Source:
         kept = max(self.at - CONTEXT, 0)
         self.text = self.text[kept:]
         self.at -= kept
+        self.start += kept
         yield
 
     def sign(self, skipped: int = 0) -> Wait[int]:

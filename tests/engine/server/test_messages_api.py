@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -123,7 +124,7 @@ def test_what_is_held_back_sends_no_piece() -> None:
     """A router is answered with the first piece; one without anything in it would come before there is an answer."""
     calls = SimpleNamespace(reports=False, answers=[arriving()])
     service = SimpleNamespace(seen=lambda _answer, updates: updates)
-    writer = SimpleNamespace(begin=lambda: None, taken=lambda: b"")
+    writer = SimpleNamespace(begin=lambda: None, see=AsyncMock(), taken=lambda: b"")
     plan = ReadingPlan(None, None, is_certain=False, shows_reasoning=True)
 
     async def pieces() -> list[bytes]:

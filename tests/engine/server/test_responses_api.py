@@ -110,6 +110,38 @@ def test_reasoning_text_and_calls_are_items_and_can_be_sent_back(qwen: Running) 
         assert text in prompt
 
 
+@pytest.mark.parametrize("step_tokens", [1, 7, 10_000])
+def test_the_log_probabilities_of_a_text_are_those_of_its_tokens_alone(qwen: Running, step_tokens: int) -> None:
+    qwen.engine.reply = f"<think>\nt</think>\n\ntt<ü\n{CALLED.partition('Look.')[2]} tt"
+    qwen.engine.step_tokens = step_tokens
+    asked: Any = {"model": MODEL, "input": "Ulm?", "tools": [TOOL, PATCH], "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    try:
+        with qwen.openai() as client:
+            response = client.responses.create(**asked)
+            events = list(client.responses.create(stream=True, **asked))
+    finally:
+        qwen.engine.step_tokens = 1
+    parts = [item.content[0] for item in response.output if item.type == "message"]
+    assert [part.text for part in parts] == ["tt<ü", " tt"] and response.top_logprobs == 2
+    for part in parts:
+        assert bytes(byte for token in part.logprobs for byte in token.bytes).decode() == part.text
+        assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in part.logprobs)
+    for kind in ("delta", "done"):
+        of_kind = [event for event in events if event.type == f"response.output_text.{kind}"]
+        shown = [(token.token, token.logprob) for event in of_kind for token in event.logprobs]
+        assert shown == [(token.token, token.logprob) for part in parts for token in part.logprobs]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_top"),
+    [({"include": ["message.output_text.logprobs"]}, 0), ({"top_logprobs": 1}, 1), ({"top_logprobs": 0}, None)],
+)
+def test_either_field_asks_for_log_probabilities(client: Any, fields: dict[str, Any], num_top: int | None) -> None:
+    tokens = client.responses.create(model=MODEL, input="Hi", **fields).output[0].content[0].logprobs
+    assert [len(token.top_logprobs) for token in tokens] == ([] if num_top is None else [num_top] * len("Hello."))
+
+
 @pytest.mark.parametrize(("arguments", "text"), cases(__file__, "inputs of custom tools"))
 def test_the_input_of_a_custom_tool_is_the_same_however_its_json_is_cut(arguments: str, text: str) -> None:
     halves = ([arguments[:at], arguments[at:]] for at in range(len(arguments)))
