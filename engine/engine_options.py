@@ -15,7 +15,6 @@ from msgspec import Meta
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.options import (
-    REMOVED,
     Count,
     D,
     Length,
@@ -188,7 +187,7 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
     for name in (name for name in given if name not in option_names()):
-        raise ConfigError(f"{name}: {REMOVED.get(name) or unknown_option(name, option_names())}")
+        raise ConfigError(f"{name}: {unknown_option(name, option_names())}")
     try:
         given = without_aliases(given, EngineOptions)
         options_given = converted(given, EngineOptions)

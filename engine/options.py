@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -288,10 +287,3 @@ def _plain(kind: Any) -> Any:
     if get_origin(kind) in (Union, UnionType):
         (kind,) = [_plain(each) for each in get_args(kind) if each is not NoneType] or [None]
     return kind
-
-
-# Commands and options of earlier versions. The command line and `LLM(...)` answer them with what replaces them.
-_TABLES = json.loads(Path(__file__).with_name("removed.json").read_text("utf-8"))
-REMOVED_COMMANDS: dict[str, str] = _TABLES["commands"]
-# By the name of the keyword; the flag has dashes. Names with the same replacement share an entry.
-REMOVED: dict[str, str] = {name: instead for names, instead in _TABLES["options"].items() for name in names.split()}

@@ -9,12 +9,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 WORDS = ("events", "replay", "prefill")
-REMOVED = {
-    "key": "give all replicas one key, with --backend-api-key",
-    "canary": "send a share of the requests elsewhere in the gateway in front",
-    "shadow": "mirror requests in the gateway in front",
-    "priority": "let the client or the gateway in front set the request's priority",
-}
 FORM = "URL[,events=PORT][,replay=PORT][,prefill=PORT]"
 _ENDPOINT = re.compile(r"(tcp://[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}|ipc:///[^,\s]+)")
 _PEER = re.compile(r"[A-Za-z0-9._:\[\]-]{1,250}:[0-9]{1,5}")
@@ -41,8 +35,6 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
         given: dict[str, str] = {}
         for each in rest:
             name, _, value = each.partition("=")
-            if name in REMOVED:
-                raise RouteError(f"{field}: {each[:80]!r} is no longer there; {REMOVED[name]}")
             if name not in WORDS or name in given or not value:
                 raise RouteError(f"{field}: {each[:80]!r} of {text[:160]!r}; {FORM} is expected, each word once")
             given[name] = _read(name, value, url, field)

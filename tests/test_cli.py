@@ -132,24 +132,6 @@ def test_every_ignored_option_is_said_once_on_the_command_line_and_in_python(
     assert not {*IGNORED} & option_names()
 
 
-@pytest.mark.parametrize(("words", "instead"), table(__file__, "removed commands"))
-def test_a_command_that_was_removed_is_answered_with_its_replacement(words: list[str], instead: str, run: Run) -> None:
-    code, _, shown = run(*words)
-    assert code == 2 and shown.startswith(f"penstock: {words[0]} ") and shown.count("\n") == 1
-    assert "is not a command any more" in shown and instead in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [(["--workers", "2"], "run several routers behind one address"), (["--quotas=x"], "in the gateway in front")],
-)
-def test_a_flag_of_the_router_that_was_removed_is_answered_with_its_replacement(
-    words: list[str], instead: str, run: Run
-) -> None:
-    code, _, shown = run("route", *words)
-    assert code == 2 and instead in shown and shown.count("\n") == 1
-
-
 @pytest.mark.parametrize(("text", "expected"), table(__file__, "sizes"))
 def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
     assert size_bytes(text) == expected

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.engine.options import REMOVED, REMOVED_COMMANDS
 from penstock.engine.vllm_options import unknown_option
 
 
@@ -35,9 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    for removed in filter(REMOVED_COMMANDS.get, (" ".join(arguments[:2]), *arguments[:1])):
-        print(f"penstock: {removed} is not a command any more: {REMOVED_COMMANDS[removed]}", file=sys.stderr)
-        return 2
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
@@ -70,9 +66,9 @@ def _refuse(command: argparse.ArgumentParser, words: list[str], unknown: list[st
             command = next((action.choices[word] for word in words if word in action.choices), command)
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-    why = REMOVED[name] if flag.startswith("--") and name in REMOVED else unknown_option(flag, known)
-    command.exit(2, f"{command.prog}: {flag}: {why}\n")  # one line: the usage of `serve` fills a screen
+    command.exit(
+        2, f"{command.prog}: {flag}: {unknown_option(flag, known)}\n"
+    )  # one line: the usage of `serve` fills a screen
 
 
 class Command(NamedTuple):
