@@ -1,10 +1,11 @@
 """Keys and limits of the two HTTP servers, the engine's and the router's: each case is asked of both."""
 
 import contextlib
-import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,8 @@ from penstock.engine.http.auth import OPEN_ROUTES
 from penstock.engine.http.limits import Limits
 from penstock.router.routes import OPEN, OWN, PROXIED
 from tests.router.test_edge import SMUGGLING
-from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.programs import Program
+from tests.support.raw_http import clients, connect, exchange, post, read_all, status
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub
 from tests.support.running_server import running, until
@@ -21,7 +23,7 @@ from tests.support.running_server import running, until
 KEY, OTHER = "sk-client", "sk-other"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
 SMALL = Limits(max_header_bytes=4096, max_body_bytes=10_000, max_connections=20)
-HASTY = Limits(header_timeout_s=0.3, body_timeout_s=0.3)
+HASTY = Limits(header_timeout_s=1.0, body_timeout_s=1.0)
 
 
 class Edge(NamedTuple):
@@ -196,13 +198,41 @@ FLOODS = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(small: Edge, flood: str) -> None:
-    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer = exchange(small.port, FLOODS[flood])
     assert status(answer) == 431
     assert b'"error":{"message":' in answer and b"headers" in answer and b"4096" in answer
-    # The client's own megabytes are in this process too.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 20_000
     assert is_serving(small)
+
+
+def serve_apart() -> None:
+    """Serve behind two limits, on the ports that are printed, until standard input closes."""
+    kind, *limits = sys.argv[1:]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serving(kind, limits=Limits(max_header_bytes=int(limit)))) for limit in limits]
+        print(*(server.port for server in servers), flush=True)
+        sys.stdin.read()
+
+
+def peak_bytes(pid: int) -> int:
+    """Return how much memory the process has had at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+@pytest.mark.parametrize("kind", ["server", "router"])
+def test_headers_beyond_the_limit_take_no_memory(kind: str) -> None:
+    """In a process of its own, whose memory grows when another server there has a limit that the same flood stays below."""
+    endless, bound = FLOODS["an endless path"], 10_000_000
+    code = "from tests.test_edges import serve_apart; serve_apart()"
+    with Program("-c", code, kind, "4096", f"{2 * len(endless)}") as program:
+        pid, (port, lenient) = program.process.pid, map(int, program.line("").split())
+        assert status(exchange(port, GET + b"connection: close\r\n\r\n")) == 200
+        before = peak_bytes(pid)
+        for flood in [*FLOODS.values(), *[endless] * 20]:
+            assert status(exchange(port, flood)) == 431
+        assert peak_bytes(pid) - before < bound
+        with clients(lenient, *[endless] * 20):
+            until(lambda: peak_bytes(pid) - before > bound)
 
 
 CHUNK = b"2711\r\n" + b"x" * 10001 + b"\r\n"

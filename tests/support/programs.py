@@ -69,6 +69,12 @@ class Program:
         self.process.stdout.close()
         self._errors.close()
 
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
 
 class Command:
     """`penstock ...` as its user runs it, with what it has printed so far."""
