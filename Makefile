@@ -1,12 +1,13 @@
-# The README's commands: serve test check size bench dist gpu fmt. Each installs what it needs into .venv: `serve` the runtime
-# packages alone, the others the development packages as well. For a bare machine with a GPU: gpu-wheels here, gpu-first there.
+# The README's commands: serve test check size bench dist gpu fmt; `nightly` and `soak` run the longest tests. Each installs
+# what it needs into .venv: `serve` the runtime packages alone, the others the development packages as well. For a
+# bare machine with a GPU: gpu-wheels here, gpu-first there.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_ring.py
 #   make gpu-first OUTPUT=results/today
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
+.PHONY: serve test nightly soak check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -20,6 +21,7 @@ PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check -c .venv/
 # Two processes. Each begins with one half of the tests, and whoever is done first takes over from the other's end.
 # A process that dies is not replaced: the plugin would wait for ever in the end. ARGS=-n0 runs everything in one process.
 SPREAD := -n 2 --dist worksteal --max-worker-restart 0
+COMPILED := tests/executor/kernels/test_triton_compiled.py
 EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu
 # Packages are installed without bytecode, so Python has to keep what it compiles, whatever the environment says.
@@ -32,6 +34,15 @@ serve:
 
 test: $(INSTALLED) $(EXTENSION) $(MODEL) $(TRITON)
 	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(SPREAD) $(ARGS)
+
+# What takes too long for .ci/run, in some hours; the compiler of kernels uses all cores, so it runs alone.
+nightly:
+	@$(MAKE) test ARGS="-m 'nightly and not soak and not gpu' --ignore $(COMPILED)"
+	$(MAKE) test ARGS="-n0 -m 'nightly and not gpu' $(COMPILED)"
+
+# Thousands of random worlds, kills and lost writes, up to two hours each.
+soak:
+	@$(MAKE) test ARGS="-m soak"
 
 check: $(INSTALLED) $(EXTENSION)
 	@$(BIN)/ruff format --check .

@@ -67,7 +67,7 @@ QUICK = "1,6"  # one rung of each kind: measured here, and in a process of kerne
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rungs", [QUICK, "1-9"])
 def test_rungs_run_with_no_more_than_a_bare_machine_has(
     rungs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -59,7 +59,7 @@ def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(tmp_path: 
     fail_every(5 if fault.error == errno.EIO else 11, tmp_path, fault)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
 def test_every_single_call_may_fail_with_every_error(tmp_path: Path, fault: Fault) -> None:

@@ -126,7 +126,7 @@ def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
     check_each(case, random.Random(case).sample(list(alterations(case)), 2), tmp_path, recorded)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 @pytest.mark.filterwarnings("ignore")

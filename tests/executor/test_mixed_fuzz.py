@@ -2,7 +2,7 @@
 
 A world is a core over a small random model with a pool so tiny that preemption never stops: grammars over tokenizers
 of every kind, drafts, log-probabilities, embeddings, penalties, stops, choices, salts, priorities, aborts at any moment,
-tiers and resets. A seed is a world, as far as that goes with threads that compile and disks that write. `-m slow` runs
+tiers and resets. A seed is a world, as far as that goes with threads that compile and disks that write. `-m nightly` runs
 for PENSTOCK_FUZZ_S seconds (60) from the seed PENSTOCK_FUZZ_SEED (0) on.
 """
 
@@ -317,7 +317,7 @@ def test_a_few_mixed_requests_are_answered_as_alone() -> None:
     assert counts["stop"] and counts["length"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(SECONDS + 600)
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("ranks", [1, 2])

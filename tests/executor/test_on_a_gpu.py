@@ -104,7 +104,7 @@ def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
     check_beside_a_cpu(monkeypatch, tmp_path, device)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), GPU])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b"])
 def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: Device, tmp_path: Path) -> None:
     """With `batch_invariant`: a prompt of several splits, in other chunks, decoded beside others from graphs of other sizes."""
@@ -172,7 +172,7 @@ def test_a_gpu_that_computes_something_else_does_not_pass(
     assert error(got, exact) > NEARNESS * error(near, exact)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), GPU])
 def test_ten_thousand_steps_leave_nothing_behind(device: Device) -> None:
     """Requests of any length come and go, prompts in chunks beside answers, some with more than a draw."""
     config = ExecutorConfig(

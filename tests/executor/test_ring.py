@@ -305,7 +305,7 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("kills", "least"), [(3, 3), pytest.param(2000, 100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "least"), [(3, 3), pytest.param(2000, 100_000, marks=pytest.mark.soak)])
 def test_a_writer_killed_at_any_moment_tears_no_message(kills: int, least: int) -> None:
     rng = np.random.default_rng(1)
     assert sum(read_until_the_writer_is_killed(rng.uniform(0.0, 0.05)) for _ in range(kills)) > least
@@ -319,7 +319,7 @@ def _read_in_order(handle: Any, reader: int, count: int) -> None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [5_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5_000, pytest.param(10_000_000, marks=pytest.mark.soak)])
 def test_messages_keep_their_order_and_content(count: int) -> None:
     with MessageQueue.create(2, slots=8, slot_bytes=256) as writer:
         children = [fork(_read_in_order, writer.handle(), reader, count) for reader in range(2)]

@@ -66,7 +66,7 @@ def test_sizes_are_the_limit_and_the_powers_of_two_below_it() -> None:
         assert tiles.sizes(limit) == sorted({limit, *powers}, reverse=True)
 
 
-@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sizes_meet_every_choice_of_tiles(stride: int) -> None:
     """Experts have several entries for a token, and a product several programs for a row.
 

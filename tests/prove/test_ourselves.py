@@ -51,7 +51,7 @@ def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.Captur
 
 
 @needs_model
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*WORLDS, *FAULTS])
 def test_every_world_and_every_fault(name: str, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_every_world_and_every_fault(name: str, tmp_path: Path) -> None:
 
 
 @needs_model
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["qwen3.5", "granite4-mamba", "lfm2"])
 def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.Captu
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_wheel_needs_no_package_and_finds_every_planted_defect(tmp_path: Path) -> None:
     subprocess.run(["make", "prove-wheel"], cwd=ROOT, check=True)

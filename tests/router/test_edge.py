@@ -65,7 +65,10 @@ def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: Run
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(5, 2500), *(pytest.param(seed, 50_000, marks=(pytest.mark.slow, pytest.mark.timeout(900))) for seed in (6, 7))],
+    [
+        (5, 2500),
+        *(pytest.param(seed, 50_000, marks=(pytest.mark.nightly, pytest.mark.timeout(900))) for seed in (6, 7)),
+    ],
 )
 def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
     router: RunningRouter, backend: Stub, seed: int, count: int

@@ -105,7 +105,7 @@ def answer_by_the_parser(data: bytes) -> Leg:
     return leg
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("original", [REQUEST, ANSWER], ids=["request", "answer"])
 def test_what_is_read_quickly_is_what_the_parser_reads(original: bytes, count: int) -> None:
     rng, limits = random.Random(count), Limits(max_header_bytes=8192, max_body_bytes=1000)

@@ -224,7 +224,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     until(lambda: not fleet.servers())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> None:
     fleet.deploy()
@@ -235,7 +235,7 @@ def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> Non
     assert clients.failures == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_killed_replica_is_replaced_and_costs_what_it_was_answering_at_most(fleet: Fleet) -> None:
     fleet.deploy()
@@ -249,7 +249,7 @@ def test_a_killed_replica_is_replaced_and_costs_what_it_was_answering_at_most(fl
         assert len(clients.failures) <= NUM_CLIENTS, clients.failures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fleet) -> None:
     fleet.deploy()  # a roll at the same time would leave one replica without another
@@ -260,7 +260,7 @@ def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fle
     assert clients.failures == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_number_of_replicas_follows_the_running_sequences(fleet: Fleet) -> None:
     fleet.deploy(replicas=1, max_replicas=2, sequences_per_replica=1)

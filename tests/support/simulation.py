@@ -310,12 +310,11 @@ def storm(
 
 
 def some_worlds(fast: int | range, num_all: int, thousands: int = 0) -> pytest.MarkDecorator:
-    """Run a test over the first or some random worlds, and over all of them in the slow suite; over thousands by that
-    name."""
+    """Run a test over the first or some random worlds, over all of them in the slow suite, and over thousands in a soak."""
     some = range(fast) if isinstance(fast, int) else fast
     worlds = [some, pytest.param(range(num_all), marks=pytest.mark.slow)]
     if thousands:
-        marks = pytest.mark.slow, pytest.mark.timeout(7200)
+        marks = pytest.mark.soak, pytest.mark.timeout(7200)
         worlds.append(pytest.param(range(10_000, 10_000 + thousands), marks=marks))
     return pytest.mark.parametrize("seeds", worlds, ids=["some", "all", "thousands"][: len(worlds)])
 

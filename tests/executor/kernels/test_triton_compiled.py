@@ -2,8 +2,8 @@
 cannot see.
 
 No GPU is needed. Compiled code is kept in pytest's cache, by the source's and the compiler's digest. A kernel is compiled
-by the slow suite: with `-k quick` for one model and Hopper (a minute), with `-k hopper` for all models, as `.ci/run`
-does, and with `-k everywhere` for every card.
+for all models and Hopper by the slow suite, for every card by `make nightly`, and for one model and Hopper, in a minute,
+with `-m nightly -k quick`.
 """
 
 import json
@@ -29,11 +29,12 @@ JOBS = {
     "hopper": [["all", "H200"], OTHERS],
     "everywhere": [["all", "H200", "A100", "L40S"], ["all", "B200", "RTX_PRO"]],
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("quick", "hopper", "everywhere")]
+MARKS = {"quick": pytest.mark.nightly, "hopper": pytest.mark.slow, "everywhere": pytest.mark.nightly}
+PARTS = [pytest.param(name, marks=MARKS[name]) for name in JOBS]
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(scope="module", params=PARTS)
 def reported(request: pytest.FixtureRequest) -> Found:
     """All that aot.py says."""
     jobs = JOBS[request.param]
