@@ -9,8 +9,8 @@ has its own core. `--model` is a folder for transformers, `--programs` as in ben
 
 `compare`: conversations of several turns with a common prefix, the same number and length for each router in turn, with
 new texts each time. `kill`: under such a load, one replica behind our router is killed and restarted. It counts how
-requests end, and checks five seconds after the restart whether the router's expectation for each prompt equals the
-number of cached tokens that each replica reports when it is asked directly.
+requests end, and checks five seconds after the restart whether the router's prediction for each prompt equals the
+number of cached tokens that the chosen replica reports.
 
 `replay`: the beginning of a recorded trace in Mooncake's format, with new mock replicas for each router. Everything is
 scaled: a sixteenth of the tokens, of 12,000 prefill tokens per second and of a million cached tokens, all eight times
@@ -180,7 +180,7 @@ def kill(peer_python: str | None = None, model: str = "", times: int = 3) -> dic
             servers[which].process.wait()
             servers[which] = stack.enter_context(replica(workers[which], which, model, peer_python))
             time.sleep(5)
-            truths += uvloop.run(_probed(url, workers, [prompt for prompt, _ in asked[::4]]))
+            truths += uvloop.run(_probed(url, [prompt for prompt, _ in asked[::4]]))
             found += [outcome for _, outcome in asked]
     print(dict(ends_of(found)))
     print(f"right: {sum(truths)} of {len(truths)} probes")
@@ -194,18 +194,24 @@ async def _loaded(url: str, seed: str, process: subprocess.Popen[bytes]) -> list
     return await load
 
 
-async def _probed(url: str, workers: list[Worker], prompts: list[str]) -> list[bool]:
-    """Tell for each prompt and replica whether the router predicts what the replica counts as cached."""
-    router, *clients = [Client(Target.of(each)) for each in (url, *(worker.url for worker in workers))]
-    right = []
+async def _probed(url: str, prompts: list[str]) -> list[bool]:
+    """Tell for each prompt whether the router predicted what the replica that it chose counts as cached."""
+    router, right = Client(Target.of(url)), []
     for prompt in prompts:
         await asyncio.sleep(0.3)  # until the router knows the effects of the last probe
-        _, said = await router.fetch("POST", "/route", json.dumps({"model": MODEL, "prompt": prompt}).encode())
-        cached = {row["url"]: row["cached_tokens"] for row in json.loads(said)["replicas"]}
-        for worker, client in zip(workers, clients, strict=True):
-            truth = await ask(client, prompt, 1)
-            right.append(cached[worker.url] // BLOCK_SIZE == truth.num_cached // BLOCK_SIZE)
+        before = await _prediction_error(router)
+        await ask(router, prompt, 1)
+        right.append(await _prediction_error(router) - before < BLOCK_SIZE)
     return right
+
+
+async def _prediction_error(router: Client) -> float:
+    """Return the sum of the differences between predicted and actual cached tokens of all requests so far."""
+    _, text = await router.fetch("GET", "/metrics")
+    lines = text.decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("penstock:router_cached_tokens_error_total")
+    )
 
 
 # -- replay ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, NOTHING, PROMPTS, PromptReader, RequestFields
+from penstock.router.placement.prompts import NOTHING, PromptReader, RequestFields
 from penstock.router.routed_request import RoutedRequest, stored_id
 from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied, route_of
 
@@ -47,12 +47,6 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST and DELETE /replicas."""
 
     url: str
-
-
-class PreviewFields(RequestFields):
-    """The body of `POST /route`: a request of any API, with its `path` if the fields do not identify the API."""
-
-    path: str | None = None
 
 
 class RouterApp:
@@ -120,8 +114,6 @@ class RouterApp:
         try:
             if is_proxied(request.path):
                 self._proxy(request, connection)
-            elif request.path == "/route":
-                self.fleet.tasks.spawn(self._preview(request, connection))
             else:
                 self._answer(request, connection, *self._own(request))
         except Exception as error:  # a request must not end without an answer
@@ -234,25 +226,6 @@ class RouterApp:
     async def _routed_aside(self, *arguments: Any) -> RoutedRequest:
         """Call `_routed` in a thread, because it would block the event loop for too long."""
         return await asyncio.get_running_loop().run_in_executor(self.prompts.threads, self._routed, *arguments)
-
-    async def _preview(self, request: ClientRequest, connection: ClientConnection) -> None:
-        """Explain a routing decision without sending the request, for callers that proxy requests themselves. Nothing is
-        charged, so two calls at once get the same answer."""
-        try:
-            parsed = decode(PreviewFields, request.body)
-            path = parsed.path or (CHAT if bytes(parsed.messages) else COMPLETIONS)
-            if path not in PROMPTS:
-                raise HttpError(400, f"path: {clip(path)!r} is not one of {', '.join(PROMPTS)}", param="path")
-            group = self.fleet.group_of(parsed.model)
-            routed = await self._routed_aside(path, request, parsed, group)
-            prompt, num_tokens = routed.routable.prompt, routed.routable.num_tokens
-            reply = group.placement.preview(prompt, num_tokens, routed.session, group.excluded_for(parsed.model))
-            if reply is None:
-                raise self.fleet.refusal(group, parsed.model)
-        except Exception as error:  # as in `handle`
-            self._refuse(request, connection, error)
-        else:
-            self._answer(request, connection, 200, JSON, msgspec.json.encode(reply))
 
     def _client_key(self, request: ClientRequest) -> bytes:
         """Return the header line with the client's key. It is forwarded only if the router itself requires no keys, and only to

@@ -7,9 +7,9 @@ RESPONSES = "/v1/responses"
 STORED = "/v1/responses/"  # before the id of a response that a replica stores
 COUNTS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/responses/compact")  # without an answer
 PROXIED = frozenset({*PROMPTS, EMBEDDINGS, *COUNTS, "/tokenize", "/detokenize"})
-OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/route", "/v1/models"})
-METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE"), "/route": (b"POST",)}  # of the others: GET and HEAD
-PROBED = OWN - {"/", "/replicas", "/route", "/v1/models"}
+OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
+METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE")}  # of the others: GET and HEAD
+PROBED = OWN - {"/", "/replicas", "/v1/models"}
 OPEN = frozenset((method, path) for method in (b"GET", b"HEAD") for path in ("/", "/health", "/ready"))  # need no key
 
 

@@ -142,37 +142,6 @@ class Placement:
             self.expect(charge, prompt)
         return charge
 
-    def preview(
-        self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str]
-    ) -> dict[str, Any] | None:
-        """Return what `choose` would do now, and why; None if no replica may take the request. Changes nothing."""
-        fleet = self.loads.c
-        kept = fleet.turn, fleet.random
-        row = self._row(prompt, num_tokens, session, exclude, self._clock())
-        fleet.turn, fleet.random = kept
-        rows = []
-        for name, replica in self._replicas.items():
-            cached, backlog, ttft = self.loads.prediction(replica.load.row)
-            rows.append(
-                {
-                    "url": name,
-                    "cached_tokens": int(cached),
-                    "queued_tokens": round(backlog),
-                    "predicted_first_token_s": round(ttft, 6),
-                    "knowledge": replica.cache.kind,
-                }
-            )
-        if row < 0:
-            return None
-        chosen = next(each for each in rows if each["url"] == self._rows[row].name)
-        return {
-            "replica": chosen["url"],
-            "prompt_tokens": num_tokens,
-            "matched_tokens": chosen["cached_tokens"],
-            "predicted_first_token_s": chosen["predicted_first_token_s"],
-            "replicas": rows,
-        }
-
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """Count the prompt as cached at the charged replica, where it is or soon will be."""
         replica = self._replicas.get(charge.replica)

@@ -1,6 +1,7 @@
 """A fleet of engines of another kind, followed over their ZMQ publishers."""
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +19,9 @@ TEXT = "a long beginning " * 12
 IDS = byte_tokenizer().encode(TEXT)
 
 
-def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT, **fields: Any) -> int:
+def predicted(router: RunningRouter, engine: StandIn, text: str = TEXT) -> int:
     """Tokens of a prompt that are thought to be cached there."""
-    found = router.http.post("/route", json={"prompt": text, **fields}).json()
-    return int(next(each["cached_tokens"] for each in found["replicas"] if each["url"] == engine.http.url))
+    return router.predicted(array("i", byte_tokenizer().encode(text)).tobytes())[engine.http.url]
 
 
 def completions(engine: StandIn) -> int:
@@ -136,12 +136,6 @@ def test_the_cached_tokens_in_another_engines_answers_are_compared_with_the_pred
             router.complete(TEXT, model="m")
         assert router.view(engine.http.url)["placement"]["knowledge"] == "approximate"
         assert router.placement_metrics()["compared_requests_total"] == 20
-
-
-def test_a_path_without_a_prompt_is_refused_by_route() -> None:
-    with stand_in() as engine, running_router(engine.http.url) as router:
-        answer = router.http.post("/route", json={"prompt": TEXT, "path": "/v1/completion"})
-    assert answer.status_code == 400 and "'/v1/completion' is not one of" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("text", "part"), table(__file__, "backends"))

@@ -10,6 +10,7 @@ from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.router.config import PolicyName
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
+from tests.support.router_fleet import predicted_tokens
 
 INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000)
 
@@ -47,9 +48,7 @@ def live(placement: Placement, name: str, tokens: bytes = b"", seq: int = 0) -> 
 
 
 def cached(placement: Placement, tokens: bytes, salt: str | None = None, adapter: str | None = None) -> dict[str, int]:
-    """What the placement thinks each replica has of a prompt, without choosing for good."""
-    placement._match_prompt(placement.prepare(tokens, salt, adapter))
-    return {name: int(placement.loads.cached[replica.load.row]) for name, replica in placement._replicas.items()}
+    return predicted_tokens(placement, placement.prepare(tokens, salt, adapter))
 
 
 @pytest.mark.parametrize("ending", ["after the first token", "before the first token"])
@@ -110,8 +109,9 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
     placement.loads.waiting[:] = placement.loads.queued[:] = 0.0
     for speed, expected in ((1_000.0, "r0"), (10_000.0, "r1")):
         placement.loads.speed[:] = speed
-        explained = placement.preview(placement.prepare(half_cached), 200, None, frozenset())
-        assert explained is not None and explained["replica"] == expected
+        charge = placement.choose(placement.prepare(half_cached), num_tokens=200, expects=False)
+        assert charge is not None and charge.replica == expected
+        charge.release(True)
 
 
 def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:

@@ -19,7 +19,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.fleet.replica import Replica
 from penstock.router.placement.load import PolicyConfig
-from penstock.router.placement.placement import Placement
+from penstock.router.placement.placement import Placement, Prompt
 from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
@@ -65,6 +65,12 @@ def _start(stack: contextlib.ExitStack, settings: str) -> tuple[int, TextIO]:
     return child.pid, said
 
 
+def predicted_tokens(placement: Placement, prompt: Prompt) -> dict[str, int]:
+    """Return by replica how many tokens of the prompt the placement believes to be cached there, without a choice."""
+    placement._match_prompt(prompt)
+    return {name: int(placement.loads.cached[replica.load.row]) for name, replica in placement._replicas.items()}
+
+
 class RunningRouter:
     def __init__(self, loop: asyncio.AbstractEventLoop, router: RouterProcess, port: int) -> None:
         self.loop = loop
@@ -85,6 +91,11 @@ class RunningRouter:
     def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **fields}
         return self.http.post("/v1/chat/completions", json=body)
+
+    def predicted(self, ids: bytes) -> dict[str, int]:
+        """`predicted_tokens` of a prompt of token ids (int32, little-endian)."""
+        placement = self.fleet.group_of(None).placement
+        return dict(self.call(lambda: predicted_tokens(placement, placement.prepare(ids))))
 
     def counts(self, name: str) -> Counter[str]:
         """A counter that has counted, by its one label."""
