@@ -14,7 +14,7 @@ import msgspec
 from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
-from penstock.engine.text.stop_strings import StopStrings
+from penstock.engine.text.stop_strings import StopCondition, StopStrings
 from penstock.executor.protocol import TokenLogprobs
 
 
@@ -59,9 +59,12 @@ class RequestMetrics(msgspec.Struct):
 
 
 class Choice:
-    """One sequence of a request. Without a `stream` its updates have no text."""
+    """One sequence of a request. Without a `stream` its updates have no text. Stop strings apply where `may_stop` returns
+    true; None: everywhere."""
 
-    def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, stream: TextStream | None, may_stop: StopCondition | None = None
+    ) -> None:
         self.index = index
         self.is_running = True
         self._stream = stream
@@ -70,6 +73,7 @@ class Choice:
         self._include_stop = params.include_stop_str_in_output
         stops = params.stop_strings if stream is not None else []
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
+        self._may_stop: StopCondition = may_stop or (lambda _text: True)
         self._num_tokens = 0
 
     def push(self, output: Output) -> Update:
@@ -105,13 +109,16 @@ class Choice:
             return (text if output.finish_reason is None else text + stream.flush()), len(output.tokens)
         parts = []
         for num_taken, token in enumerate(visible, 1):
-            parts.append(self._stops.push(stream.push([token]), self._num_tokens + num_taken > self._min_tokens))
+            text = stream.push([token])
+            may_stop = self._may_stop(text) and self._num_tokens + num_taken > self._min_tokens
+            parts.append(self._stops.push(text, may_stop))
             if self._stops.found is not None:
                 return "".join(parts), num_taken
         if output.finish_reason is not None:
             is_past_minimum = self._num_tokens + len(visible) > self._min_tokens
             ended_well = output.finish_reason in ("stop", "length")
-            parts.append(self._stops.push(stream.flush(), ended_well and is_past_minimum))
+            text = stream.flush()
+            parts.append(self._stops.push(text, self._may_stop(text) and ended_well and is_past_minimum))
             if self._stops.found is None:
                 parts.append(self._stops.flush())
         return "".join(parts), len(output.tokens)

@@ -11,6 +11,7 @@ from penstock.cache.tiers.base import peer_name
 from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, plain_number, short
+from penstock.engine.text.stop_strings import StopCondition
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
@@ -45,6 +46,7 @@ class AnswerOptions(SubmitFields, total=False):
 
     is_continuation: bool
     shown_ids: frozenset[int]
+    stop_condition: Callable[[], StopCondition] | None
     kv_transfer: KvTransfer | None
     sampling: Sampling | None
 
@@ -97,6 +99,7 @@ def begin_answer(
     *,
     is_continuation: bool = False,
     shown_ids: frozenset[int] = frozenset(),
+    stop_condition: Callable[[], StopCondition] | None = None,
     kv_transfer: KvTransfer | None = None,
     sampling: Sampling | None = None,
     **fields: Unpack[SubmitFields],
@@ -108,6 +111,7 @@ def begin_answer(
     `is_continuation`: the text continues the prompt's text (a completion). Some vocabularies mark the first word of a
     text with a space, which only a continuation keeps.
     `shown_ids`: special tokens that are part of the text in any case.
+    `stop_condition`: creates for each choice the condition under which stop strings apply.
     `grammar`: made of `params.structured_outputs`; it may be stricter, but is never absent.
     `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
     `sampling`: derived from the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
@@ -137,5 +141,6 @@ def begin_answer(
         stream = None
         if tokenizer is not None and params.detokenize:
             stream = tokenizer.stream(params.skip_special_tokens, is_continuation, shown_ids)
-        choices.append(Choice(index, params, stream))
+        may_stop = stop_condition() if stop_condition is not None and params.stop_strings else None
+        choices.append(Choice(index, params, stream, may_stop))
     return Answer(messages, choices, abort)

@@ -68,6 +68,7 @@ async def ask(
             msgspec.structs.replace(params, structured_outputs=held),
             kv_transfer=request.kv_transfer_params,
             shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
+            stop_condition=plan.stop_condition if plan.is_certain else None,
         )
     await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
     return plan

@@ -23,6 +23,7 @@ from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
 from penstock.engine.server.server_config import ServerConfig
+from penstock.engine.text.stop_strings import StopCondition
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, harmony, thinking
@@ -69,9 +70,11 @@ class Reading:
         ]
 
     def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
-        """Return the finish reason, with "tool_calls" instead of "stop" after calls. Call it after the last piece."""
-        has_called = self._reader is not None and self._reader.has_called
-        return "tool_calls" if reason == "stop" and has_called else reason
+        """Return the finish reason. Instead of "stop" it is "tool_calls" after calls, and "length" if a token that the client
+        chose to stop at cuts off a call. Call it after the last piece."""
+        if reason != "stop" or self._reader is None or not self._reader.num_calls:
+            return reason
+        return "tool_calls" if self._reader.has_called else "length"
 
     def _new_id(self) -> str:
         assert self._plan.calls is not None
@@ -94,10 +97,23 @@ class ReadingPlan:
 
     def begin(self) -> Reading:
         """Return a new parser for one choice."""
-        if self.is_plain:
-            return Reading(self, None)
+        return Reading(self, None if self.is_plain else self._reader())
+
+    def stop_condition(self) -> StopCondition:
+        """Return the condition under which stop strings end one choice: not within a call that a grammar enforces, which
+        would be left incomplete. This is a parser of its own, since the parser of `begin` gets no text that may still
+        become a stop string."""
+        reader = self._reader()
+
+        def may_stop(text: str) -> bool:
+            reader.feed(text)
+            return not reader.is_enforced
+
+        return may_stop
+
+    def _reader(self) -> AnswerReader | harmony.HarmonyReader:
         kind = harmony.HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
-        return Reading(self, kind(self.calls, self.thinking, is_certain=self.is_certain))
+        return kind(self.calls, self.thinking, is_certain=self.is_certain)
 
 
 class Tools:

@@ -5,9 +5,12 @@ that end at the same character, the longest. A character costs a few steps for e
 shorter by every length that is tried in vain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.engine.text.tools.scan import num_held
+
+# Given the next text of an answer, returns whether stop strings that end in it apply.
+StopCondition = Callable[[str], bool]
 
 
 class StopStrings:

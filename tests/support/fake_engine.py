@@ -113,7 +113,7 @@ class FakeEngine:
             raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 
     def generate(self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Any) -> Answer:
-        names = (*Submit.__struct_fields__, "shown_ids")
+        names = (*Submit.__struct_fields__, "shown_ids", "stop_condition")
         fields = {name: value for name, value in options.items() if name in names}
         self._count += 1
         answer = begin_answer(str(self._count), prompt, params, self.info, self.tokenizer, self.abort, **fields)

@@ -52,7 +52,7 @@ class BlockWriter(Writer):
         self._end_part("completed")
         reply = self.reply
         reply |= {"stop_reason": REASONS.get(reason, "end_turn"), "usage": self._usage()}
-        if isinstance(stop, str):
+        if isinstance(stop, str) and reason == "stop":  # not behind calls, which the client has to run
             reply |= {"stop_reason": "stop_sequence", "stop_sequence": stop}
         ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
         self._event("message_delta", delta=ended, usage=reply["usage"])

@@ -34,6 +34,11 @@ class AnswerReader(CallReader):
         if calls is not None and is_certain:
             self._held = ("", *self._marks) if calls.must else calls.form.triggers
 
+    @property
+    def is_enforced(self) -> bool:
+        is_call = "" in self._held or (self._is_calling and self.is_certain)
+        return is_call and not self._is_thinking
+
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. Unfinished reasoning is returned as reasoning; an unfinished closing mark
         of a complete call is dropped, and so is the beginning of a call that a grammar enforces."""
@@ -41,7 +46,7 @@ class AnswerReader(CallReader):
             self._reason(self.text[self.at :])
             self.at, self._blanks = len(self.text), []
         self._reading.close()
-        if "" in self._held or (self._is_calling and self.is_certain):
+        if self.is_enforced:
             self._blanks = []
         else:
             is_dropped = self.is_closing or self.is_within_call

@@ -56,6 +56,11 @@ class HarmonyReader(CallReader):
             self.feed(thinking.begun)  # these pieces are in the prompt
             self.start -= len(thinking.begun)
 
+    @property
+    def is_enforced(self) -> bool:
+        """True in headers, too, because a header may be that of a call."""
+        return self.is_certain and (self._is_header or bool(self._function))
+
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content,
         unless a grammar enforces the headers."""

@@ -56,6 +56,11 @@ class CallReader(Source, ABC):
         self._out: list[Piece] = []
         self._reading = self._answer()
 
+    @property
+    @abstractmethod
+    def is_enforced(self) -> bool:
+        """True if the newest text is part of a call that a grammar enforces, from its opening to its closing mark."""
+
     @abstractmethod
     def _answer(self) -> Wait[None]:
         """Parse the whole answer, yielding whenever more text is needed."""

@@ -28,6 +28,7 @@ def server() -> Iterator[Running]:
 # Chat templates, and the marks of calls that are special tokens of their models, unlike <tool_call> and <think>.
 TEMPLATES = {
     "qwen": (QWEN3, ()),
+    "free": (QWEN3, ()),  # whose optional calls no grammar holds
     "llama": (LLAMA3, ("<|python_tag|>",)),
     "mistral": (MISTRAL_CALLS, ("[TOOL_CALLS]", "[ARGS]")),
     "harmony": (HARMONY, TOKENS),
@@ -46,7 +47,8 @@ class Servers(dict[str, Running]):
         tokenizer = byte_tokenizer(*marks)
         engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=1500))
         template = None if text is None else ChatTemplate(text, {"bos_token": ""})
-        self[name] = self._stack.enter_context(running(engine, tokenizer, template))
+        settings = {"constrain_auto_tools": False} if name == "free" else {}
+        self[name] = self._stack.enter_context(running(engine, tokenizer, template, **settings))
         return self[name]
 
 

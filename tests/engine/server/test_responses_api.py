@@ -310,7 +310,7 @@ def test_the_tokens_of_long_reasoning_are_counted_aside(qwen: Running, monkeypat
     assert [thread == loop_thread for thread in threads] == [True, False]
 
 
-@pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop": ["Ulm"]}])
+@pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop_token_ids": [ord("U")]}])
 @pytest.mark.parametrize(("tool", "field"), [(TOOL, "city"), (PATCH, "input")])
 def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(
     qwen: Running, cut: dict[str, Any], tool: dict[str, Any], field: str

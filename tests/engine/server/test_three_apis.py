@@ -306,6 +306,21 @@ def test_an_answer_is_read_and_a_request_is_held_to_its_options(
         assert outputs is None and options["grammar"] is None
 
 
+def test_a_call_that_a_token_cuts_off_ends_like_one_that_the_length_cuts_off(servers: dict[str, Running]) -> None:
+    case, server = TABLE["cases"]["a stop string in a required call"], servers["qwen"]
+    server.engine.reply = case["reply"]
+    for name, cut in (("chat", "max_tokens"), ("responses", "max_output_tokens")):
+        asked: dict[str, Any] = TABLE["options"]["tools"][name] | TABLE["options"]["must call"][name]
+        ends = []
+        for limit in ({"stop_token_ids": [ord("U")]}, {cut: case["reply"].index("Ulm")}):
+            reply = APIS[name].ask(server, **asked, **limit).json()
+            (choice,) = reply.get("choices", [None])
+            (call,) = [call["function"] for call in choice["message"]["tool_calls"]] if choice else reply["output"]
+            end = choice["finish_reason"] if choice else (reply["status"], call["status"], reply["incomplete_details"])
+            ends.append((call["name"], call["arguments"], end))
+        assert ends[0] == ends[1] and ends[0][:2] == ("weather", '{"city": "'), name
+
+
 # Fields of a request, and the name of the wrong one as that API's client wrote it; the same mistake by API, some with words.
 REFUSED = json.loads(Path(__file__).with_name("refused_by_agents.json").read_text())
 

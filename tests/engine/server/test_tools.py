@@ -84,11 +84,11 @@ def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen: Ru
 
 def test_special_tokens_are_shown_to_the_reader_alone(servers: dict[str, Running]) -> None:
     server = servers["mistral"]
-    server.engine.reply = "a<eos>[TOOL_CALLS]b"
+    server.engine.reply = "a<eos>[TOOL_CALLS]!"
     fields = {"ignore_eos": True, "max_tokens": 4}
-    assert server.chat(messages=MESSAGES, **fields).json()["choices"][0]["message"]["content"] == "ab"
+    assert server.chat(messages=MESSAGES, **fields).json()["choices"][0]["message"]["content"] == "a!"
     message = server.chat(messages=MESSAGES, tools=TOOLS, **fields).json()["choices"][0]["message"]
-    assert message["content"] == "a[TOOL_CALLS]b"
+    assert message["content"] == "a[TOOL_CALLS]!"  # no call begins like this
     server.engine.reply = "[TOOL_CALLS]clock[ARGS]{}"
     (call,) = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
     assert re.fullmatch("[a-z0-9]{9}", call["id"]), "Mistral's templates refuse longer ones"
