@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.engine.http.access_line import AccessLine, AccessLog
-from penstock.engine.http.auth import NO_KEY, Keys
+from penstock.engine.http.auth import NO_KEY, OWNER_HEADER, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.http.model_list import model_entry, model_list
@@ -30,7 +30,7 @@ from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prompts import NOTHING, PromptReader, RequestFields
 from penstock.router.routed_request import RoutedRequest, stored_id
-from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, STORED, is_proxied, route_of
+from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, RESPONSES, STORED, is_proxied, route_of
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]
@@ -198,10 +198,10 @@ class RouterApp:
             return replicas[0]
         if not ID.fullmatch(response_id):
             return None
-        client_key = self._client_key(request)
+        client_key, owner_line = self._client_key(request), self._owner_line(request)
 
         async def ask(replica: Replica) -> int:
-            lines, timeout_s = replica.key_line or client_key, self.config.timeouts.probe_timeout_s
+            lines, timeout_s = owner_line + (replica.key_line or client_key), self.config.timeouts.probe_timeout_s
             try:
                 return (await fetch(replica.pool, f"{STORED}{response_id}", lines, timeout_s))[0]
             except (ConnectFailed, TimeoutError):
@@ -221,7 +221,7 @@ class RouterApp:
         """Prepare the request for the replicas of the group. Safe in any thread."""
         adapter = group.adapters.get(parsed.model or "")
         routable = self.prompts.prepare(path, request.body, parsed, group.placement, adapter)
-        return RoutedRequest(request, parsed, routable, self._client_key(request))
+        return RoutedRequest(request, parsed, routable, self._client_key(request), self._owner_line(request))
 
     async def _routed_aside(self, *arguments: Any) -> RoutedRequest:
         """Call `_routed` in a thread, because it would block the event loop for too long."""
@@ -233,6 +233,13 @@ class RouterApp:
         if request.authorization and not self._keys:
             return b"authorization: %b\r\n" % request.authorization[-1]
         return b""
+
+    def _owner_line(self, request: ClientRequest) -> bytes:
+        """Return the header line that names the client's key to the replica, which stores a response for this key alone."""
+        if request.path != RESPONSES and not request.path.startswith(STORED):
+            return b""
+        number = self._keys.number((b"authorization", value) for value in request.authorization)
+        return b"" if number is None else b"%b: %b\r\n" % (OWNER_HEADER, self._keys.identity(number))
 
     def _move_from(self, replica: Replica) -> None:
         for exchange in list(self.exchanges):

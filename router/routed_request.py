@@ -19,6 +19,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     parsed: RequestFields
     routable: Routable
     client_key: bytes  # the header with the client's own key, for replicas that need none of ours
+    owner_line: bytes  # the header by which replicas tell the router's clients apart
 
     @property
     def session(self) -> str | None:
@@ -44,7 +45,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
         request, form, kind = self.request, self.routable.body_with_ids, _WITH_IDS
         if form is None or not self.has_ids_for(replica):
             form, kind = request.body, _JSON
-        return request.lines + kind + (replica.key_line or self.client_key), form
+        return request.lines + kind + self.owner_line + (replica.key_line or self.client_key), form
 
 
 def stored_id(path: str, parsed: RequestFields) -> str | None:

@@ -12,6 +12,9 @@ from starlette.types import Scope
 
 from penstock.engine.http.errors import HttpError
 
+OWNER_HEADER = (
+    b"x-penstock-owner"  # the identity of a router's client, for its replica; a router strips it from requests
+)
 CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
 OPEN_ROUTES = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ready"))
 
@@ -38,6 +41,10 @@ class Keys:
         logged; None: it has none, or one that is not accepted. If it has several accepted keys, the first counts."""
         numbers = [self._number_of(given) for given in bearers(headers)]
         return None if not numbers or None in numbers else numbers[0]
+
+    def identity(self, number: int) -> bytes:
+        """Return the identity of an accepted key for replicas: the same at every router, and of no use as a key."""
+        return hashlib.sha256(b"identity of a key\0" + self._digests[number - 1]).hexdigest().encode()
 
     def _number_of(self, bearer: bytes) -> int | None:
         scheme, _, key = bearer.partition(b" ")

@@ -4,6 +4,7 @@ It contains neither text of the conversation nor an API key. An id chosen by the
 used as a key, because two clients may send the same id.
 """
 
+import hashlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from penstock.engine.front.answer import Answer
+from penstock.engine.http.auth import OWNER_HEADER
 from penstock.engine.http.errors import clean_id
 
 
@@ -39,6 +41,13 @@ class Call:
     def query(self) -> dict[str, list[str]]:
         """The parameters in the URL."""
         return parse_qs(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+
+    @property
+    def owner(self) -> tuple[int | None, bytes]:
+        """Return the owner of what this request stores: the number of its key, and a digest of the client that a router
+        names. The client only divides what the key owns, so a client that invents one reaches nothing of another key."""
+        named = [value for name, value in self.scope["headers"] if name == OWNER_HEADER]
+        return self.key, hashlib.sha256(b",".join(named)).digest() if named else b""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,11 +5,14 @@ import json
 import socket
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
+from penstock.engine.http.auth import OWNER_HEADER, Keys
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import RunningRouter, mock_fleet, running_router, until
 from tests.support.router_stub import Hold, Seen, Stub, hang_up, stub, whole
+from tests.support.running_server import running
 
 STORED = b"/v1/responses/resp_1"
 
@@ -86,6 +89,47 @@ def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
             assert answer.status_code == 200, answer.text
             before = answer.json()["id"]
             assert router.http.get(f"/v1/responses/{before}").json()["id"] == before
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("keys", [("sk-backend", "sk-direct"), ()], ids=["replicas with keys", "replicas without"])
+def test_a_stored_response_belongs_to_the_key_that_created_it(keys: tuple[str, ...], num_replicas: int) -> None:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(running(api_keys=keys)) for _ in range(num_replicas)]
+        clients = ("sk-1", "sk-2")
+        router = stack.enter_context(
+            running_router(*(each.url for each in servers), api_keys=clients, backend_api_key=keys[0] if keys else None)
+        )
+        forged = {"X-Penstock-Owner": Keys(clients).identity(1).decode()}
+
+        def ask(http: httpx.Client, key: str, method: str, stored_id: str, **headers: str) -> int:
+            headers["authorization"] = f"Bearer {key}"
+            if method != "POST":
+                return http.request(method, f"/v1/responses/{stored_id}", headers=headers).status_code
+            fields = {"input": "and then?", "previous_response_id": stored_id}
+            return http.post("/v1/responses", json=fields, headers=headers).status_code
+
+        first = {"input": "x", "max_output_tokens": 4}
+        created = router.http.post("/v1/responses", json=first, headers={"authorization": "Bearer sk-1"})
+        stored_id = created.json()["id"]
+        for headers in ({}, forged):
+            for http, key in ((router.http, "sk-2"), *((each.http, "sk-direct") for each in servers if keys)):
+                answers = [ask(http, key, method, stored_id, **headers) for method in ("GET", "POST", "DELETE")]
+                assert answers == [404, 400, 404], (key, headers)
+        assert [ask(router.http, "sk-1", method, stored_id) for method in ("GET", "POST")] == [200, 200]
+        statuses = [ask(each.http, "sk-backend", "GET", stored_id, **forged) for each in servers]
+        assert sorted(statuses) == [200, 404][:num_replicas]  # with the replicas' key a client counts as the router
+        assert ask(router.http, "sk-1", "DELETE", stored_id) == 200
+
+
+def test_a_replica_gets_a_digest_of_the_clients_key_with_requests_about_stored_responses_alone(backend: Stub) -> None:
+    with running_router(backend.url, api_keys=("sk-1", "sk-2")) as router:
+        seen = []
+        for key, path in (("sk-1", "/v1/responses"), ("sk-2", "/v1/responses"), ("sk-1", "/v1/completions")):
+            router.http.post(path, json={"input": "x"}, headers={"authorization": f"Bearer {key}"})
+            seen.append(backend.seen[-1].header(OWNER_HEADER))
+    assert [len(values) for values in seen] == [1, 1, 0] and seen[0] != seen[1]
+    assert not any(b"sk-" in value for values in seen for value in values)
 
 
 def test_a_request_that_changes_what_is_stored_is_not_sent_again() -> None:

@@ -91,7 +91,7 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
     """Return the chain of previous responses, oldest first."""
     turns: list[StoredResponse] = []
     while previous_id is not None:
-        stored = service.responses.get(call.key, previous_id) if len(turns) < MAX_CHAIN else None
+        stored = service.responses.get(call.owner, previous_id) if len(turns) < MAX_CHAIN else None
         if stored is None:
             raise not_stored("previous_response_id", previous_id, 400)
         turns.append(stored)
@@ -162,7 +162,7 @@ def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[A
     if request.store is False:
         return False
     items = msgspec.json.encode([*given, *msgspec.convert(reply["output"], list[ITEM])])  # without log-probabilities
-    stored = StoredResponse(call.key, msgspec.json.encode(reply), items, request.previous_response_id)
+    stored = StoredResponse(call.owner, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)
 
 
@@ -174,7 +174,7 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
     if call.query.get("stream", ["false"])[-1] != "false":
         raise InvalidRequest("stream", "a response is streamed once, while it is made; only 'false' is served")
     response_id = call.scope["path_params"]["response_id"]
-    stored = service.responses.get(call.key, response_id)
+    stored = service.responses.get(call.owner, response_id)
     if stored is None:
         raise not_stored("response_id", response_id)
     return Raw(stored.reply)
@@ -183,6 +183,6 @@ async def get(service: Service, call: Call, _body: bytes) -> Reply:
 async def delete(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
     """Delete a response. Responses that continue it cannot be continued any more either."""
     response_id = call.scope["path_params"]["response_id"]
-    if not service.responses.delete(call.key, response_id):
+    if not service.responses.delete(call.owner, response_id):
         raise not_stored("response_id", response_id)
     return {"id": response_id, "object": "response", "deleted": True}

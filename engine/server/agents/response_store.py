@@ -1,7 +1,7 @@
 """Stores finished responses in memory, which `previous_response_id` can continue.
 
-They are limited in number and bytes; the least recently used is evicted first. A response is visible only to the API key
-that created it.
+They are limited in number and bytes; the least recently used is evicted first. A response is visible only to the owner
+that created it: an API key or, behind a router, one of the router's keys.
 """
 
 from collections import OrderedDict
@@ -11,8 +11,12 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 64 << 20  # JSON size of all responses together
 
 
+# The number of the API key (None if the server has no keys), and the digest of a router's client (empty if none is named).
+Owner = tuple[int | None, bytes]
+
+
 class StoredResponse(NamedTuple):
-    owner: int | None  # number of the API key; None if the server has no keys
+    owner: Owner
     reply: bytes  # the response as JSON
     items: bytes  # its input and output items, as JSON
     previous_id: str | None
@@ -38,14 +42,14 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
         return True
 
-    def get(self, owner: int | None, response_id: str) -> StoredResponse | None:
+    def get(self, owner: Owner, response_id: str) -> StoredResponse | None:
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             return None
         self._stored.move_to_end(response_id)
         return stored
 
-    def delete(self, owner: int | None, response_id: str) -> bool:
+    def delete(self, owner: Owner, response_id: str) -> bool:
         if self.get(owner, response_id) is None:
             return False
         self._drop(response_id)

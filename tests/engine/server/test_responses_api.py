@@ -25,6 +25,8 @@ CALLED = (
     '<tool_call>\n{"name": "patch", "arguments": {"input": "- \\"a\\"\\n+ b"}}\n</tool_call>'
 )
 
+NOBODY = (None, b"")  # the owner where no keys are
+
 
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
@@ -188,7 +190,7 @@ def test_fields_outside_of_the_prompt_are_not_stored(server: Running) -> None:
     part = {"type": "output_text", "text": "Hi", "annotations": ["mark"], "logprobs": ["mark"]}
     item = {"role": "assistant", "content": [part | {"prompt_cache_breakpoint": "mark"}]}
     response = server.post("/v1/responses", {"model": MODEL, "input": [item]}).json()
-    stored = server.call(lambda: server.app.service.responses.get(None, response["id"]))
+    stored = server.call(lambda: server.app.service.responses.get(NOBODY, response["id"]))
     assert stored is not None and b'"Hi"' in stored.items and b"mark" not in stored.items
 
 
@@ -284,7 +286,7 @@ def test_a_long_conversation_is_rendered_aside_however_short_what_comes_is(
     loop_thread = server.call(threading.get_ident)
     for length in (10, INLINE_CHARS):
         items = json.dumps([{"type": "message", "role": "user", "content": "x" * length}]).encode()
-        stored = StoredResponse(None, b"{}", items, None)
+        stored = StoredResponse(NOBODY, b"{}", items, None)
         server.call(partial(server.app.service.responses.put, "resp_past", stored))
         server.post("/v1/responses", {"model": MODEL, "input": "Hi", "previous_response_id": "resp_past"})
     assert [thread == loop_thread for thread in threads] == [True, False]
@@ -326,20 +328,20 @@ def test_a_call_that_was_cut_off_does_not_spoil_what_comes_after_it(
     assert "Ulm?" in qwen.prompt and '"arguments"' not in qwen.prompt.partition("Ulm?")[2]
 
 
-def stored(size_bytes: int = 10, owner: int | None = None) -> StoredResponse:
-    return StoredResponse(owner, b"r" * (size_bytes - 2), b"[]", None)
+def stored(size_bytes: int = 10) -> StoredResponse:
+    return StoredResponse(NOBODY, b"r" * (size_bytes - 2), b"[]", None)
 
 
 def kept(store: ResponseStore, *names: str) -> list[str]:
     store.check()
-    return [name for name in names if store.get(None, name) is not None]
+    return [name for name in names if store.get(NOBODY, name) is not None]
 
 
 def test_the_least_recently_used_response_is_evicted_first() -> None:
     for store in (ResponseStore(max_responses=3), ResponseStore(max_bytes=30)):
         for name in "abc":
             assert store.put(name, stored())
-        assert store.get(None, "a") is not None
+        assert store.get(NOBODY, "a") is not None
         assert store.put("d", stored())
         assert kept(store, *"abcd") == ["a", "c", "d"]
 
