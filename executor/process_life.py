@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -243,6 +243,26 @@ def log_levels(text: str) -> dict[str, str]:
     return found
 
 
+class LineFormatter(logging.Formatter):
+    """Formats a record as one line, in which control characters are escaped: messages quote what clients wrote, and a
+    line feed there would begin a line of the client's own. The lines of a traceback are indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record).rstrip("\n"))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def log_to_stderr(levels: str | None = None) -> None:
     """Write this package's log to standard error. Libraries log warnings only, because their lines may contain prompts.
 
@@ -251,8 +271,9 @@ def log_to_stderr(levels: str | None = None) -> None:
         os.environ[LOG_VARIABLE] = levels
     found = log_levels(os.environ.get(LOG_VARIABLE, "info"))
     overall = getattr(logging, found.pop("", "info").upper())
-    form = "%(asctime)s %(levelname).1s %(message)s"
-    logging.basicConfig(level=max(overall, logging.WARNING), format=form, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=max(overall, logging.WARNING), handlers=[handler])
     logging.getLogger("penstock").setLevel(overall)
     for room, level in found.items():
         logging.getLogger(f"penstock.{room}").setLevel(level.upper())

@@ -23,6 +23,32 @@ print(msgspec.json.encode([levels(), heard]).decode())
 """
 
 
+HOSTILE = """
+import logging
+from penstock.executor.process_life import log_to_stderr
+log_to_stderr()
+log = logging.getLogger("penstock.engine")
+text = "a\\nb\\r\\x1b[2J\\x85\\u2028\\u202e\\udc80\\x00\\u00e9\\u2192"
+log.warning("tools %s: refused", text)
+try:
+    raise ValueError(text)
+except ValueError:
+    log.exception("a request failed")
+"""
+
+
+def test_what_a_client_wrote_cannot_begin_a_line_of_the_log_or_move_the_cursor() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, env=environment, check=True)
+    *lines, end = done.stderr.decode().split("\n")
+    escaped = r"\r\x1b[2J\x85\u2028\u202e\udc80\x00é→"
+    assert end == "" and all(line.isprintable() for line in lines)
+    assert lines[0].endswith(f" W tools a\\nb{escaped}: refused")
+    assert lines[1].endswith(" E a request failed") and lines[2] == "  Traceback (most recent call last):"
+    assert all(line.startswith("  ") for line in lines[2:])  # an exception's own line feed begins an indented line
+    assert lines[-2:] == ["  ValueError: a", f"  b{escaped}"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -6,7 +6,6 @@ processes (executor/process_life.py).
 
 import logging
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -80,7 +79,7 @@ def run(
         link.send(Dead(str(error)))
         return 1
     except Exception as error:  # the top of the process: report, then end
-        traceback.print_exc()
+        log.exception("the engine core failed")
         link.send(Dead(f"{type(error).__name__}: {error}"))
         return 1
     finally:

@@ -69,8 +69,13 @@ def as_json(line: AccessLine) -> str:
 def as_text(line: AccessLine) -> str:
     """Return the line as text, without the time, which the log adds."""
     _, route, status, total_ms, *values = msgspec.structs.astuple(line)
-    said = [f"{name}={value}" for name, value in zip(_LISTED, values, strict=True) if value is not None]
+    said = [f"{name}={_word(value)}" for name, value in zip(_LISTED, values, strict=True) if value is not None]
     return f"{route} {status} {total_ms / 1000:.3f}s {' '.join(said)}"
+
+
+def _word(value: str | float) -> str:
+    """Return a value; in quotation marks if it has spaces, in which another field could stand (names of adapters)."""
+    return json.dumps(value) if isinstance(value, str) and " " in value else str(value)
 
 
 _LISTED = AccessLine.__struct_fields__[4:]

@@ -14,6 +14,7 @@ from msgspec import Meta
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.requests import FilePath
 from penstock.engine.server.server_config import LoraModule
 from penstock.executor.protocol import AdapterError, AdapterInfo
 
@@ -24,7 +25,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     """POST /v1/load_lora_adapter"""
 
     lora_name: Name
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # a folder that the server can read
+    lora_path: FilePath  # a folder that the server can read
     load_inplace: bool | None = None  # if the name is in use, replace its adapter
 
 
@@ -44,6 +45,8 @@ class Adapters:
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
         async with self._lock:
+            if not name.isprintable():
+                raise InvalidRequest("lora_name", f"{clip(name)!r} has control characters")
             if name in self._taken:
                 raise InvalidRequest("lora_name", f"{name[:64]!r} is the name of the model itself")
             if name in self.served and not in_place:

@@ -6,16 +6,15 @@ The operator must enable these routes. Parameters may be in the query string, in
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from penstock.engine.messages import PauseMode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import HandledRoute
-from penstock.engine.server.requests import NoFields, parse_control
+from penstock.engine.server.requests import FilePath, NoFields, parse_control
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import Part, SleepLevel, WeightsError
 
@@ -45,7 +44,7 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
     """POST /update_weights"""
 
     # A folder, a .gguf or a .safetensors file that the server can read, or shared memory (executor/shared_tensors.py).
-    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    path: FilePath
 
 
 async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:

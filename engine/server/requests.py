@@ -27,6 +27,7 @@ SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not
 Request = TypeVar("Request", bound=msgspec.Struct)
 Converted = TypeVar("Converted")
 
+FilePath = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"\A[^\0]*\Z")]  # of the server's own files
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]

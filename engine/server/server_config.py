@@ -170,6 +170,8 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(f"allowed_origins: {origin!r} is not an origin; write it like https://app.example, or *")
     names = [*config.served_model_names, *(module.name for module in config.lora_modules)]
+    if unprintable := [name for name in names if not name.isprintable()]:
+        raise ValueError(f"served_model_names, lora_modules: {unprintable[0]!r} has control characters")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"lora_modules: {twice[0]!r} is given twice, or is also a name of the model")
     sampling = config.default_sampling

@@ -99,6 +99,8 @@ def test_nothing_from_outside_breaks_a_line_or_stands_in_it_unasked() -> None:
 def test_every_form_keeps_a_line_on_one_line() -> None:
     line = AccessLine(route="/", status=200, total_ms=1.0, model="a\u2028b\n", client_id="c")
     assert len(as_json(line).splitlines()) == 1 and json.loads(as_json(line))["model"] == "a\u2028b\n"
+    named = AccessLine(route="/", status=200, total_ms=1.0, model='sql key=1 "')
+    assert as_text(named) == r'/ 200 0.001s model="sql key=1 \""'  # a name cannot look like another field
     assert as_text(LINE) == "/v1/completions 200 0.013s id=a model=m prompt_tokens=3"
 
 

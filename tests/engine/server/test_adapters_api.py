@@ -66,6 +66,9 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
         (server.post(UNLOAD, {"lora_name": "law"}), 404, "lora_name: 'law' is not a loaded adapter"),
         (server.post(LOAD, {"lora_name": "law"}), 400, "lora_path: the field is required"),
         (server.post(LOAD, {"lora_name": "", "lora_path": path}), 400, "lora_name"),
+        (load(server, "a\nb", path), 400, r"lora_name: 'a\nb' has control characters"),
+        (load(server, "\x1b[2J\u202e", path), 400, r"lora_name: '\x1b[2J\u202e' has control characters"),
+        (load(server, "law", "a\0b"), 400, "lora_path: expected `str` matching regex"),
     ):
         assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
     assert ids(server, "sql") == first
