@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -159,8 +159,6 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
     data: mmap.mmap
-    # Tensor name → (columns, panels), for the tensors that were packed ahead of time (executor/loading/ahead.py).
-    packed: dict[str, tuple[int, memoryview]] = field(default_factory=dict)
 
 
 def open_gguf(path: str | Path) -> GgufFile:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.executor.gguf_header import GgufFile
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import (
     AdapterInfo,
@@ -25,17 +24,12 @@ class UniprocExecutor:
 
     For a step with masked rows, `submit` computes the logits and `set_masks` samples."""
 
-    def __init__(
-        self,
-        config: ExecutorConfig,
-        progress: Callable[[str], None] = lambda _line: None,
-        file: GgufFile | None = None,
-    ) -> None:
+    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
         if config.tensor_parallel_size != 1:
             raise ExecutorError(
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
             )
-        rank = Rank(config, RankGroup(), choose_device(config.device), progress, file)
+        rank = Rank(config, RankGroup(), choose_device(config.device), progress)
         self.info, self._rank = rank.info, rank
         self._in_flight: deque[LaunchedStep] = deque()
 

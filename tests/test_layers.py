@@ -335,7 +335,6 @@ LIGHT = {
     "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
     "every module of engine, cache, router and prove": importing("engine", "cache", "router", "prove"),
     "the executor's protocol": "import penstock.executor.protocol",
-    "what goes on while torch is imported": "import penstock.executor.loading.ahead",
     "penstock --help": "program(['--help'])",
     "penstock serve --help": "program(['serve', '--help'])",
     "penstock route --help": "program(['route', '--help'])",

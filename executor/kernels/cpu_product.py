@@ -186,8 +186,6 @@ def _pack(weight: Weight, level: int) -> Weight:
 def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
     """Pack codes into panels of `columns` rows of the weight; raise ExecutorError if a scale is not finite."""
     width, depth = weight.shape
-    if weight.panels is not None and weight.panels[0] == columns:
-        return torch.frombuffer(weight.panels[1], dtype=torch.uint8)
     panels = torch.frombuffer(allocate(_lib.penstock_code_bytes(kind.number, width, depth, columns)), dtype=torch.uint8)
     if isinstance(weight.format, Ggml):
         stored = weight.codes.contiguous()

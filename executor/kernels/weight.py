@@ -54,7 +54,6 @@ class Weight(NamedTuple):
     zeros: Tensor | None = None
     order: Tensor | None = None  # int64 [columns]: index of the input for each column; None: in order
     name: str = ""
-    panels: tuple[int, memoryview] | None = None  # (rows per panel, panels) if packed while torch was imported
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +79,7 @@ class Weight(NamedTuple):
             return numbers(self.dequantize(CPU, torch.float32)[rows], self.name)
         scales, zeros = (None if part is None else part[by] for part in (self.scales, self.zeros))
         codes = self.codes.view(torch.uint8) if self.codes.dtype is EIGHT_BITS else self.codes
-        return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros, panels=None)
+        return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
 
     def dequantize(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Return the weight dequantized in float32 and rounded to `dtype`, a few rows at a time to avoid a float32 copy
@@ -247,7 +246,7 @@ class Ggml(Format):
     def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
         if dim == 1:
             start, size = (at // self.type.block * self.type.size_bytes for at in (start, size))
-        return weight._replace(codes=weight.codes.narrow(dim, start, size), panels=None)
+        return weight._replace(codes=weight.codes.narrow(dim, start, size))
 
     def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
         some = weight.codes[first:end].contiguous()

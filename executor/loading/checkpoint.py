@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.executor.gguf_header import GgufFile
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.fields import read_json
 from penstock.executor.loading.gguf import GgufCheckpoint
@@ -35,7 +34,7 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor | Weight: ...
 
 
-def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None, file: GgufFile | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:
     """Open the checkpoint in a folder or in a .gguf file. A folder's weight files are opened when first needed.
 
     The config's `hf_overrides` replace fields of the model's own configuration.
@@ -43,7 +42,7 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None, file
     path, overrides = Path(path), {} if config is None else config.hf_overrides
     if path.is_dir():
         return _open_folder(path, overrides)
-    checkpoint = _open(path, file)
+    checkpoint = _open(path)
     checkpoint.config = {**checkpoint.config, **overrides}
     return checkpoint
 
@@ -69,9 +68,9 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     return PackedCheckpoint(folder, schemes, where) if schemes else folder
 
 
-def _open(path: Path, file: GgufFile | None) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     if not path.is_file():
         raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
     if path.suffix == ".gguf":
-        return GgufCheckpoint(path, file)
+        return GgufCheckpoint(path)
     raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")

@@ -36,8 +36,8 @@ class GgufCheckpoint:
     Raises ExecutorError if a tensor is missing or unknown. Shapes are those of the file, which its reader compares.
     """
 
-    def __init__(self, path: str | Path, file: GgufFile | None = None) -> None:
-        self._file = file or open_gguf(path)
+    def __init__(self, path: str | Path) -> None:
+        self._file = open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
         self.has_codes = any(entry.type.is_quantized for entry in self._file.tensors.values())
         self._sources = _sources(self.config, self._file.tensors)
@@ -77,10 +77,8 @@ class GgufCheckpoint:
         if not entry.type.is_quantized:
             values = raw.view(_FLOATS[entry.type.name]).view(shape)
         else:
-            is_whole = not source.permuted_heads and source.expert is None
-            packed = self._file.packed.get(source.name) if is_whole else None
             rows = raw.view(math.prod(shape[:-1]), -1)
-            weight = Weight(Ggml(entry.type), rows, name=source.name, panels=packed)
+            weight = Weight(Ggml(entry.type), rows, name=source.name)
             if len(shape) > 1 and not source.plus_one:
                 return weight
             values = weight.dequantize(CPU, torch.float32).view(shape)

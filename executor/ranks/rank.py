@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from penstock.executor.cache_layout import CacheLayout, plan_layout
-from penstock.executor.gguf_header import GgufFile
 from penstock.executor.kernels.select import select_input_ops, select_sampling_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.machine import usable_cores
@@ -61,7 +60,6 @@ class Rank:
         group: RankGroup,
         device: torch.device,
         progress: Callable[[str], None],
-        file: GgufFile | None = None,
     ) -> None:
         config = with_step_size(config, device)
         self._config, self._group, self._device, self._progress = config, group, device, progress
@@ -70,7 +68,7 @@ class Rank:
             # The kernels use as many threads as torch, which ignores the CPU quota of a control group.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
-            checkpoint = open_checkpoint(config.model, config, file)
+            checkpoint = open_checkpoint(config.model, config)
             self._loaded = load_model(config, device, group, progress, checkpoint)
         loaded, model = self._loaded, self._loaded.model
         layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize

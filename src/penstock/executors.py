@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from penstock.executor.loading.ahead import packing
 from penstock.executor.protocol import Executor, ExecutorConfig
 from penstock.executor.ranks.ranked import open_multiproc
 
@@ -15,10 +14,9 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
     if kind == "auto":
         kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"
     if kind == "uniproc":
-        with packing(config) as file:
-            from penstock.executor.uniproc import UniprocExecutor
+        from penstock.executor.uniproc import UniprocExecutor
 
-        return UniprocExecutor(config, progress, file)
+        return UniprocExecutor(config, progress)
     if kind == "multiproc":
         return open_multiproc(config, progress)
     from penstock.executor.ranks.ray_executor import open_ray
