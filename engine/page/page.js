@@ -136,10 +136,12 @@ function showView() {
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
 }
 
-/** Give every drawer the focus when it opens; the browser restores the focus when it closes. */
+/** Give every drawer the focus when it opens, unless a field in it has it; the browser restores it when it closes. */
 function startDrawers() {
   for (const drawer of document.querySelectorAll("[popover]")) {
-    drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
+    drawer.addEventListener("toggle", ({ newState }) => {
+      if (newState === "open" && !drawer.contains(document.activeElement)) drawer.querySelector("button")?.focus();
+    });
   }
 }
 

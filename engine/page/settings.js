@@ -5,35 +5,57 @@ const SETTINGS = "penstock-settings"; // the key in local storage
 const settings = () => byId("settings").querySelectorAll("input, select, textarea");
 const nameOf = (input) => input.dataset.field ?? input.id;
 
-/** Return the settings as fields of a request; null if a field is invalid. */
+/** Return the settings as fields of a request; null if a field is invalid: it has the focus then. */
 function readSettings() {
+  const [invalid] = [...settings()].filter((input) => !isValid(input));
+  if (invalid !== undefined) {
+    if (!byId("settings").matches(":popover-open")) byId("settings").showPopover();
+    invalid.focus();
+    return null;
+  }
   const fields = { model: byId("model").value || undefined };
   for (const input of document.querySelectorAll("[data-field]")) {
-    if (!valid(input)) return null;
     if (input.value !== "") fields[input.dataset.field] = Number(input.value);
   }
-  const box = byId("tools");
-  box.setCustomValidity("");
-  if (box.value.trim() === "") return fields;
-  try {
-    fields.tools = JSON.parse(box.value);
-    if (!Array.isArray(fields.tools)) throw new Error(`${box.value.trim().slice(0, 20)} is none`);
-  } catch (error) {
-    box.setCustomValidity(`This is not a list of tools: ${error.message}`);
-  }
-  return valid(box) ? fields : null;
+  const tools = byId("tools").value;
+  if (tools.trim() !== "") fields.tools = JSON.parse(tools);
+  return fields;
 }
 
-function valid(input) {
-  if (input.checkValidity()) return true;
-  if (!byId("settings").matches(":popover-open")) byId("settings").showPopover();
-  input.reportValidity();
+/** Return what is wrong with a field, which is empty if nothing is. */
+function problemOf(input) {
+  const text = input.value.trim();
+  if (input.id !== "tools" || text === "") return input.validationMessage;
+  try {
+    if (Array.isArray(JSON.parse(text))) return "";
+    return `This is not a list of tools: ${text.slice(0, 20)} is none`;
+  } catch (error) {
+    return `This is not a list of tools: ${error.message}`;
+  }
+}
+
+/** Return whether a field is valid; the message of an invalid one is the text under it. */
+function isValid(input) {
+  const problem = problemOf(input);
+  const id = `${nameOf(input)}-problem`;
+  byId(id)?.remove();
+  input.ariaInvalid = problem === "" ? null : "true";
+  if (problem === "") {
+    input.removeAttribute("aria-describedby");
+    return true;
+  }
+  const message = make("span", "problem", problem);
+  message.id = id;
+  message.ariaHidden = "true"; // it describes the field and is no part of its name, although it stands in the label
+  input.after(message);
+  input.setAttribute("aria-describedby", id);
   return false;
 }
 
 function startSettings() {
   const kept = readKept(SETTINGS);
   for (const input of settings()) input.value = kept?.[nameOf(input)] ?? input.value;
+  byId("settings").addEventListener("input", ({ target }) => target.ariaInvalid && isValid(target));
   byId("settings").addEventListener("change", () => {
     store(SETTINGS, JSON.stringify(Object.fromEntries([...settings()].map((input) => [nameOf(input), input.value]))));
   });

@@ -14,6 +14,9 @@ FULL = "for (let size = 1 << 20; size; size >>= 1) try { for (let i = 0; ; i++) 
 DENIED = """for (const name of ["localStorage", "sessionStorage"]) {
   Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
 }"""
+NOTE_THE_OPENING = """document.getElementById("settings").addEventListener("toggle", ({ newState }) => {
+  if (newState === "open") window.isOpened = true;
+})"""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -182,21 +185,43 @@ def test_the_server_takes_the_calls_and_results_that_the_page_sends(browser: Any
         assert bytes(engine.submitted[1][0]).decode().endswith("<tool_response>\nrain\n</tool_response>\n>")
 
 
-def test_settings_are_kept_and_go_with_the_request_but_for_tools_that_are_no_list(browser: Any, slow: Running) -> None:
+def test_settings_are_kept_and_go_with_the_request(browser: Any, slow: Running) -> None:
     fields = {"temperature": "0.5", "top_p": "0.9", "top_k": "7", "max_tokens": "3", "seed": "11"}
     with visit(browser, slow.url) as page:
-        page.set_fields(system="Be brief.", tools="null", **fields)
+        page.set_fields(system="Be brief.", **fields)
         page.reload()
-        page.say("abc")
-        assert "This is not a list of tools" in page.evaluate("document.getElementById('tools').validationMessage")
-        assert page.locator("#talk li").count() == 0 and slow.engine.submitted == []
-        page.fill("#tools", "")  # the drawer is open
-        page.keyboard.press("Escape")
         page.ask("abc")
     prompt, params, _ = slow.engine.submitted[0]
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.seed) == (0.5, 0.9, 7, 3, 11)
     assert params.min_p == 0.0, "an empty field is left out"
     assert bytes(prompt).decode().startswith("system: Be brief.\nuser: abc\n")
+
+
+def test_an_invalid_setting_says_why_in_text_under_it_and_has_the_focus(browser: Any, slow: Running) -> None:
+    with visit(browser, slow.url) as page:
+        page.set_fields(temperature="9", tools="{bad")
+        page.evaluate(NOTE_THE_OPENING)  # after the drawer's own listener, which moves the focus
+        page.say("abc")
+        page.wait_for("window.isOpened")
+        assert page.evaluate("document.activeElement.dataset.field") == "temperature"
+        temperature, tools = (page.locator(f"#{name}-problem") for name in ("temperature", "tools"))
+        assert temperature.is_visible() and "2" in temperature.inner_text()
+        assert tools.inner_text().startswith("This is not a list of tools: ")
+        field = page.get_by_role("spinbutton", name="Temperature", exact=True)
+        assert field.get_attribute("aria-describedby") == "temperature-problem", "the name of the field is the same"
+        assert field.bounding_box()["y"] < temperature.bounding_box()["y"]
+        field.fill("1")
+        temperature.wait_for(state="detached")
+        page.press("#say", "Enter")
+        assert page.evaluate("document.activeElement.id") == "tools" and page.locator("#talk li").count() == 0
+        page.fill("#tools", "null")
+        assert tools.inner_text() == "This is not a list of tools: null is none"
+        page.fill("#tools", "[]")
+        tools.wait_for(state="detached")
+        page.keyboard.press("Escape")
+        page.say("abc")
+        page.answer()
+    assert [params.temperature for _, params, _ in slow.engine.submitted] == [1.0]
 
 
 def test_code_and_answers_are_copied_as_they_were_written(browser: Any, slow: Running) -> None:
