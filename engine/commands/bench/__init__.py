@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.offline import LatencyOptions, OfflineOptions, latency, throughput
+from penstock.engine.commands.bench.report import ReportOptions
 from penstock.engine.commands.bench.serving import ServingOptions, load_server
 from penstock.engine.commands.bench.startup import StartupOptions, time_starts
 from penstock.engine.config import ConfigError
@@ -17,7 +18,7 @@ from penstock.executor.protocol import ExecutorError
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
 # The function of each benchmark, whose docstring is the help text, and its options.
 BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[type[Declared], ...]]] = {
-    "serve": (load_server, (ServingOptions, DatasetOptions)),
+    "serve": (load_server, (ServingOptions, ReportOptions, DatasetOptions)),
     "throughput": (throughput, (OfflineOptions, DatasetOptions, EngineOptions)),
     "latency": (latency, (OfflineOptions, LatencyOptions, EngineOptions)),
     "startup": (time_starts, (StartupOptions,)),

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import math
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -23,23 +24,26 @@ from tqdm import tqdm
 
 from penstock.engine.commands.bench.datasets import DATASETS, PromptSource
 from penstock.engine.commands.bench.measured import Outcome
-from penstock.engine.commands.bench.report import details, output_file, serving_table, summarize, write_json
+from penstock.engine.commands.bench.report import ReportOptions, details, serving_table, summarize
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files
-from penstock.engine.options import Count, Seed, flag
+from penstock.engine.options import Count, Port, Seed, built, flag
 from penstock.prove.http_client import Client, Target, key_header
 
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 VOCAB_SIZE = 10_000  # random token ids are below this number, which is less than any usual vocabulary has
 SPARE_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    backend: Literal["openai", "openai-chat"] = flag(
-        "which API to call; openai-chat sends chats made of words", default="openai", opens="server"
+    backend: Literal["openai", "openai-chat", "vllm"] = flag(
+        "which API to call; openai-chat sends chats made of words, vllm is openai", default="openai", opens="server"
     )
-    base_url: str = flag("URL of the server", "URL", default="http://127.0.0.1:8000")
+    host: str | None = flag("address of the server (default: 127.0.0.1)")
+    port: Port | None = flag("its port (default: 8000)")
+    base_url: str | None = flag("URL of the server, in place of host and port", "URL")
+    endpoint: str | None = flag(f"path of the API (default: {COMPLETIONS}, of openai-chat {CHATS})", "PATH")
     model: str | None = flag("name of the model (default: the first that the server lists)")
     request_rate: Annotated[float, Meta(gt=0)] = flag(
         "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="requests"
@@ -49,9 +53,6 @@ class ServingOptions:
     ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
     extra_body: dict[str, Any] | None = flag(
         "further fields of every request, like temperature; they override the others", "JSON"
-    )
-    output_json: str | None = flag(
-        "write the result as JSON, with times, text and error of every request", "FILE", read=output_file
     )
 
 
@@ -75,20 +76,19 @@ def load_server(args: argparse.Namespace) -> int:
     """Load a server; report latency and throughput."""
     result = uvloop.run(measure(args))
     print(serving_table(result))
-    write_json(args.output_json, result)
+    built(args, ReportOptions).save(result)
     return 0 if result["completed"] else 1
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark; return the result, with the lists of `details` in it."""
-    headers = key_header()
-    try:
-        client = Client(Target.of(args.base_url))
-    except ValueError as error:
-        raise ConfigError(f"base_url: {error}") from None
+    report, headers = built(args, ReportOptions), key_header()
+    report.prepare()
+    client = Client(target_of(args))
+    path = endpoint_of(args)
     try:
         model = args.model or await first_model(client, headers)
-        calls = build_calls(args, client.target, model, headers)
+        calls = build_calls(args, client.target, path, model, headers)
         finished = await drive(client, calls, args.max_concurrency, show=sys.stderr.isatty())
     finally:
         client.close()
@@ -102,10 +102,32 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "num_prompts": args.num_prompts,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "max_concurrency": args.max_concurrency,
-        **summarize(finished.outcomes, finished.duration_s),
+        **summarize(finished.outcomes, finished.duration_s, report),
         "max_send_delay_ms": 1000 * finished.max_send_delay_s,
         **details(finished.outcomes),
     }
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Return the server of `base_url`, or of `host` and `port`."""
+    if args.base_url is None:
+        port = 8000 if args.port is None else args.port
+        return Target(args.host or "127.0.0.1", port)
+    if args.host is not None or args.port is not None:
+        raise ConfigError("base_url: given; host and port must not be given beside it")
+    try:
+        return Target.of(args.base_url)
+    except ValueError as error:
+        raise ConfigError(f"base_url: {error}") from None
+
+
+def endpoint_of(args: argparse.Namespace) -> str:
+    """Return the path that requests are sent to; a path of the other API is an error, as every request would fail."""
+    default = CHATS if args.backend == "openai-chat" else COMPLETIONS
+    path: str = args.endpoint or default
+    if not re.fullmatch(r"/[!-~]*", path) or ("chat/completions" in path) != (default == CHATS):
+        raise ConfigError(f"endpoint: {path!r} given; a path like {default} is expected for --backend {args.backend}")
+    return path
 
 
 async def first_model(client: Client, headers: dict[str, str]) -> str:
@@ -122,7 +144,9 @@ async def first_model(client: Client, headers: dict[str, str]) -> str:
         raise ConfigError(f"model: {where}/v1/models lists none; give --model ({status}: {shown})") from None
 
 
-def build_calls(args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]) -> list[EncodedCall]:
+def build_calls(
+    args: argparse.Namespace, target: Target, path: str, model: str, headers: dict[str, str]
+) -> list[EncodedCall]:
     is_chat = args.backend == "openai-chat"
     samples = DATASETS[args.dataset_name](args, PromptSource(VOCAB_SIZE, is_chat))
     times = arrival_times(len(samples), args.request_rate, random.Random(args.seed))
@@ -141,7 +165,7 @@ def build_calls(args: argparse.Namespace, target: Target, model: str, headers: d
         if args.ignore_eos:
             body["ignore_eos"] = True
         content = msgspec.json.encode(body | (args.extra_body or {}))
-        request = target.request("POST", ENDPOINTS[args.backend], content, headers)
+        request = target.request("POST", path, content, headers)
         calls.append(EncodedCall(request, sample.prompt_len, at_s))
     return calls
 

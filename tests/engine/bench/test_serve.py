@@ -148,6 +148,55 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
         assert {f"{kind} {name} (ms):" for kind in ("Mean", "Median", "P99")} <= set(labels)
 
 
+def test_the_names_of_vllm_choose_server_path_and_metrics() -> None:
+    options = ("--backend", "vllm", "--endpoint", "/proxy/v1/completions")
+    with endpoint(speak_openai) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        address = ("--host", host, "--port", port, "--num-prompts", "4", "--random-input-len", "8")
+        chosen_metrics = (
+            "--percentile-metrics",
+            "ttft,e2el",
+            "--metric-percentiles",
+            "25,99.9",
+            "--goodput",
+            "e2el:60000",
+        )
+        result = asyncio.run(serving.measure(parse(*options, *address, *chosen_metrics)))
+        assert {each.line.split()[1] for each in server.seen} == {b"/v1/models", b"/proxy/v1/completions"}
+    assert result["backend"] == "vllm" and result["completed"] == 4
+    assert result["request_goodput"] == result["request_throughput"]
+    assert [key for key in result if key.endswith("_ttft_ms")] == [
+        *("mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p25_ttft_ms", "p99.9_ttft_ms")
+    ]
+    assert not any("tpot" in key or "_itl_" in key for key in result)
+    labels = [line[:40].strip() for line in serving_table(result).splitlines()]
+    assert {"Request goodput (req/s):", "P25 TTFT (ms):", "P99.9 E2EL (ms):"} <= set(labels)
+    assert not any("TPOT" in label or "P99 " in label for label in labels)
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:9000", "http://127.0.0.1:8000"])
+def test_host_and_port_are_another_way_to_write_the_url(url: str) -> None:
+    options = ("--host", "::1", "--port", "9000") if "::1" in url else ()
+    assert serving.target_of(parse(*options)) == serving.target_of(parse("--base-url", url))
+
+
+def test_a_saved_result_has_the_name_of_vllm_and_lists_only_when_detailed(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "results"
+    with endpoint(speak_openai) as server:
+        words = ["--base-url", server.url, "--num-prompts", "2", "--save-result", "--result-dir", str(folder)]
+        assert serving.load_server(parse(*words, "--request-rate", "500", "--max-concurrency", "2")) == 0
+        (path,) = folder.iterdir()
+        saved = json.loads(path.read_text())
+        assert path.name == f"openai-500.0qps-concurrency2-model-{saved['date']}.json"
+        assert saved["model_id"] == "a/model" and saved["completed"] == 2 and "ttfts" not in saved
+        assert saved["request_goodput"] is None and "p99_itl_ms" in saved
+        path.unlink()
+        serving.load_server(parse(*words, "--save-detailed", "--result-filename", "mine.json"))
+        assert len(json.loads((folder / "mine.json").read_text())["ttfts"]) == 2
+        serving.load_server(parse(*words))
+    assert any(path.name.startswith("openai-infqps-model-") for path in folder.iterdir())
+
+
 def test_fields_that_are_no_json_object_are_named_by_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--extra-body", "[1]")

@@ -2,13 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
-from penstock.engine.commands.bench.report import details, summarize
+from penstock.engine.commands.bench.report import Goal, ReportOptions, details, percentile, summarize
 from penstock.prove.http_client import Events
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
@@ -122,6 +123,22 @@ def test_totals_count_completed_requests_only() -> None:
     assert result["mean_e2el_ms"] == pytest.approx(1000 * np.mean(seconds))
     assert result["std_e2el_ms"] == pytest.approx(1000 * np.std(seconds))
     assert result["p99_e2el_ms"] == pytest.approx(1000 * np.percentile(seconds, 99))
+
+
+def test_goodput_counts_completed_requests_within_every_limit() -> None:
+    fast = Outcome(1, 0.0, 11, ttft_s=0.1, latency_s=0.3)
+    late, slow, failed = (replace(fast, **change) for change in ({"ttft_s": 0.2}, {"latency_s": 9.0}, {"error": "no"}))
+    goals = (Goal("ttft", 100.0), Goal("tpot", 500.0), Goal("e2el", 300.0))
+    measured = [fast, late, slow, failed]
+    assert summarize(measured, 2.0, ReportOptions(goodput=goals))["request_goodput"] == 0.5
+    assert summarize(measured, 2.0, ReportOptions(goodput=goals[1:2]))["request_goodput"] == 1.0
+    assert summarize(measured, 2.0)["request_goodput"] is None
+
+
+@pytest.mark.parametrize("percent", [0, 12.5, 50, 99.9, 100])
+def test_percentiles_are_those_of_numpy(percent: float) -> None:
+    for values in ([3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 9.0, 2.0]):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
 def test_the_result_has_the_keys_that_scripts_read() -> None:
