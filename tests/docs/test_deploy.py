@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from penstock import health
 from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
 from tests.docs.test_commands import check_penstock
 from tests.docs.test_pages import ROOT
+from tests.support.running_server import running
 
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = sorted(DEPLOY.glob("compose*.yaml"))
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile*"))
-PORTS = {"serve": 8000, "route": 8080}
+PORTS = {"serve": ServerConfig().port, "route": RouterConfig().port}
 DRAIN_S = {"serve": ServerConfig().drain_timeout_s, "route": RouterConfig().timeouts.drain_s}
 
 
@@ -93,11 +95,12 @@ def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command(path: Pa
     assert last_stage["USER"] == "10001"
     command = json.loads(last_stage["ENTRYPOINT"]) + json.loads(last_stage["CMD"])
     check_penstock(command)
-    assert "/health" in last_stage["HEALTHCHECK"]
+    assert last_stage["HEALTHCHECK"].split("CMD ")[1] == '["python", "-m", "penstock.health"]'
     assert last_stage["EXPOSE"] == "8000"
     for word, rest in found:
         assert word != "ADD"
         assert word != "FROM" or re.match(r"python:\d+\.\d+-slim-\w+", rest)
+        assert "install" not in rest or " gcc " not in rest or " python3-dev " in rest, "a compiler without headers"
         assert "apt-get install" not in rest or ("--no-install-recommends" in rest and "rm -rf /var/lib/apt" in rest)
         assert "pip install" not in rest or ("--no-cache-dir" in rest and "-c constraints.txt" in rest)
 
@@ -111,3 +114,30 @@ def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> N
     assert allowed == metadata | rooms | {"src", "csrc"}
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     assert allowed <= {name.partition("/")[0] for name in tracked}
+
+
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [
+        ("/opt/penstock/bin/python /opt/penstock/bin/penstock serve --host 0.0.0.0 ", ("127.0.0.1", PORTS["serve"])),
+        ("docker-init -- penstock route --discover file:x --host :: --port 9000", ("::1", 9000)),
+        ("penstock route --backend http://a:1 --host=10.0.0.5 --port=81", ("10.0.0.5", 81)),
+        ("penstock route --discover dns:replica:8000", ("127.0.0.1", PORTS["route"])),
+        ("penstock serve --port 1 some/model --port 2", ("127.0.0.1", 2)),
+        ("penstock bench serve --port 81", None),
+        ("sleep infinity", None),
+    ],
+)
+def test_the_health_check_of_images_asks_where_the_command_listens(
+    command: str, address: tuple[str, int] | None
+) -> None:
+    assert health.listening_address(command) == address
+
+
+def test_the_health_check_of_images_tells_a_healthy_server_from_others() -> None:
+    with running() as server:
+        command = f"penstock serve --port {server.url.rpartition(':')[2]}"
+        assert health.check(command) == ""
+        server.engine.hang()
+        assert health.check(command) == "status 503"
+    assert health.check(command) != "" and health.check("penstock bench latency") == ""
