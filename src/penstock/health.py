@@ -23,7 +23,8 @@ def listening_address(command: str) -> tuple[str, int] | None:
     verb = _COMMAND.search(command)
     if verb is None:
         return None
-    options: dict[str, str] = dict(_ADDRESS.findall(command[verb.end() :]))  # the last one applies, as on the command line
+    # The last one applies, as on the command line.
+    options: dict[str, str] = dict(_ADDRESS.findall(command[verb.end() :]))
     host = options.get("host", "127.0.0.1")
     return _ANY_ADDRESS.get(host, host), int(options.get("port", DEFAULT_PORTS[verb[1]]))
 
