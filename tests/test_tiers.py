@@ -7,7 +7,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.core.tier_stats import Rates
-from penstock.engine.core.tiered_kv import TieredKv
+from penstock.engine.core.tiers import Tiers
 from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until
 
@@ -65,8 +65,8 @@ def peers_agree(ranks: int, **options: Any) -> None:
 def heard(llm: LLM) -> int:
     """An empty step asks all ranks."""
     core = llm._running()
-    tiers = core.scheduler.kv
-    assert isinstance(tiers, TieredKv)
+    tiers = core.scheduler.tiers
+    assert isinstance(tiers, Tiers)
     tiers.wake()
     core.step()
     return sum(len(keys) for keys in tiers.index.stores.values())

@@ -162,13 +162,13 @@ class EngineCore:
     def is_settled(self) -> bool:
         """True if no block is in flight between the tiers. Otherwise an idle core continues to step, unless it is
         paused."""
-        return self.scheduler.kv.is_idle or self.pauses.is_paused
+        return self.scheduler.tiers.is_idle or self.pauses.is_paused
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """While there are no requests, step until the last computed blocks have reached the tiers, also in a pause."""
         ends_s = time.monotonic() + timeout_s
         while not (self.scheduler.requests or self.pauses.asleep) and time.monotonic() < ends_s:
-            if self.scheduler.kv.is_idle and not self.scheduler.in_flight:
+            if self.scheduler.tiers.is_idle and not self.scheduler.in_flight:
                 return
             self.step()
 

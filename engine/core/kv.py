@@ -1,9 +1,8 @@
 """The pages of the KV pool that requests hold: a block table for each attention group, and a recurrent state.
 
-The scheduler decides when pages are claimed and released; `Kv` does this with the device's pool, and its subclass
-`TieredKv` (engine/core/tiered_kv.py) also with host memory and the stores below it. A request is admitted with its
-cached prefix and all blocks that it needs permanently, or not at all: a prompt that does not fit would hold blocks
-until it is preempted.
+The scheduler decides when pages are claimed and released; `Kv` does this with the device's pool. Host memory and the
+stores below it are the subject of `Tiers` (engine/core/tiers.py). A request is admitted with its cached prefix and all
+blocks that it needs permanently, or not at all: a prompt that does not fit would hold blocks until it is preempted.
 
 Blocks that have left a window are released when the next row is planned. A state is updated in place until it has to be
 kept: then its pages become a *checkpoint*, which the pool knows by key, and the next row writes to other pages. So
@@ -13,8 +12,7 @@ A prefix is cached up to a position for which each group has its pages: full gro
 the next token attends to, and the state a checkpoint at exactly this position.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 
 import msgspec
@@ -22,54 +20,39 @@ import msgspec
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.page_keys import NEVER, PageKeys, Prefix
-from penstock.engine.core.request import Claim, Request, WaitingQueue
-from penstock.engine.messages import MissReason, Stats
-from penstock.executor.protocol import ModelInfo, Row, Step, StepResult, Transfers
+from penstock.engine.core.request import Claim, Request
+from penstock.engine.core.tiers import NoTiers, Tiers
+from penstock.engine.messages import Stats
+from penstock.executor.protocol import GroupInfo, Row, Transfers
 
 
 class Kv:
-    """Claims, extends and releases the pages of requests, and registers their content in the pool.
-
-    The attributes and methods of the first section concern tiers; this class has none.
-    """
-
-    is_stale = False  # nothing may be admitted before the peers have reported their keys
-    loading: Mapping[Request, object] = {}  # requests that wait outside of the queue for reads
+    """Claims, extends and releases the pages of requests, and registers their content in the pool."""
 
     def __init__(
-        self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
+        self,
+        pool: BlockPool,
+        keys: PageKeys,
+        history: CacheHistory,
+        tiers: Tiers | NoTiers,
+        groups: Sequence[GroupInfo],
+        chunk: int,
+        stats: Stats,
     ) -> None:
         """`chunk` is the maximum number of positions in a row."""
-        self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
-        self._stats, self._clock = stats, clock
-        self._history = CacheHistory(info, clock)
-        pool.on_evict = partial(self._history.note_eviction, "device")
+        self._pool, self.keys, self._history, self.tiers = pool, keys, history, tiers
+        self._size, self._chunk, self._groups, self._stats = keys.block_size, chunk, groups, stats
+        self._page_of = tiers.page_of
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
-        self.keys = keys = PageKeys(info.groups, info.block_size, makes_keys)
         self._windows, self.num_pages = keys.windows, keys.num_pages
         self._only_grows = not self._windows and not self.num_pages  # rows release nothing
         # Checkpoints this many blocks apart cost about as much as the blocks between them.
         self._interval = -(-self.num_pages // keys.num_attention)
 
-    # -- tiers ---------------------------------------------------------------------------------------------
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no block is in flight between tiers."""
-        return True
-
-    @property
-    def needs_step(self) -> bool:
-        """True if a step is needed even without rows, to poll the stores."""
-        return False
-
     def pools(self) -> dict[str, BlockPool]:
         """Return the pools whose content is reported, by tier."""
-        return {"device": self._pool}
-
-    def begin_step(self, waiting: WaitingQueue, num_running: int) -> None:
-        """Prepare the tiers before anything of the next step is planned."""
+        return {"device": self._pool, **self.tiers.pools()}
 
     def end_step(self, requests: Iterable[Request]) -> Transfers | None:
         """Finish a step whose rows of these requests are planned; return what it moves between the tiers."""
@@ -78,37 +61,11 @@ class Kv:
                 self.keep_checkpoints(request)
         # Not earlier: a request admitted in this step must not get a block that a row of it writes.
         self.drop_replaced()
-        return None
-
-    def finish_step(self, step: Step, result: StepResult) -> None:
-        """Process the transfer results in the result of a step."""
-
-    def wake(self) -> None:
-        """Note that a request has arrived at an idle engine."""
+        return self.tiers.end()
 
     def forget(self) -> bool:
-        """Drop all cached content; return False and drop nothing while pages are in use."""
-        return self._pool.forget()
-
-    def tier_stats(self) -> dict[str, dict[str, float]]:
-        """Return gauges and counters by tier."""
-        return {}
-
-    def page_of(self, key: bytes) -> int:
-        """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
-        return self._pool.find(key)
-
-    def _restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:  # noqa: ARG002
-        """Start copying pages from the host to the device: (host page, page) pairs by group. Return the number of tokens
-        that come from each tier."""
-        return {}
-
-    def _why_unread(self, key: bytes) -> MissReason | None:  # noqa: ARG002
-        """Return why a block was not taken from the tier that has it; None if no tier has it."""
-        return None
-
-    def _offer(self, key: bytes) -> None:
-        """Offer the page with this key to the tiers below."""
+        """Drop all cached content in all tiers; return False and drop nothing while pages are in use."""
+        return self.tiers.forget() and self._pool.forget()
 
     # -- what a request holds ------------------------------------------------------------------------------
 
@@ -119,10 +76,13 @@ class Kv:
         claimed. For each running request one block per table stays free, so that running requests do not preempt the
         new one at once.
         """
+        claim = self.tiers.prepare(request)
+        if claim is not Claim.ADMITTED:
+            return claim
         kv, pool, num_tokens = request.kv, self._pool, len(request.tokens)
-        prefix = Prefix(0, 0, 0) if kv.skips_cache else self.keys.find(request, self.page_of)
+        prefix = Prefix(0, 0, 0) if kv.skips_cache else self.keys.find(request, self._page_of)
         num = prefix.num_blocks
-        found = [[self.page_of(key) for key in keys] for keys in self.keys.needed(request, num)]
+        found = [[self._page_of(key) for key in keys] for keys in self.keys.needed(request, num)]
         cached = [page for pages in found for page in pages if page > 0]
         num_new = sum(map(len, found)) - len(cached)
         needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self.num_pages
@@ -146,7 +106,7 @@ class Kv:
             pool.hold(state)
             kv.checkpoints[num] = state
         kv.branch = prefix.num_seen if prefix.num_seen > num else 0
-        from_tiers = self._restore(request, copies)
+        from_tiers = self.tiers.restore(request, copies)
         # The logits of the last token are always needed. If all tokens are cached, it is computed again and not stored
         # again: other requests hold the block too.
         kv.write_from = num * self._size
@@ -162,7 +122,7 @@ class Kv:
             self._stats.prefix_hits += found
         cached = {"device": found - sum(from_tiers.values()), **from_tiers}
         cached[max(cached, key=cached.__getitem__)] -= found - request.num_scheduled  # the last token is computed again
-        unread = self._why_unread(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None
+        unread = self.tiers.why_unread(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None
         kv.reuse = self._history.explain(request, prefix, cached, unread)
 
     def _take_for_copies(self, pages: list[int]) -> list[tuple[int, int]]:
@@ -237,6 +197,7 @@ class Kv:
     def release(self, request: Request) -> None:
         """Release all pages. Their content stays cached until the pages are reused; the last computed pages are evicted
         first, in all groups alike."""
+        self.tiers.release(request)
         kv = request.kv
         for num in reversed(kv.kept):  # used as recently as the blocks
             pages = [page for key in self.keys.state_keys(request, num) if (page := self._pool.find(key))]
@@ -342,7 +303,7 @@ class Kv:
                     continue
                 key = self.keys.key(request, block, group)
                 known = self._pool.register(page, key)
-                self._offer(key)
+                self.tiers.offer(key)
                 if known != page:
                     self._replaced.append(page)
                     table[block] = known
@@ -359,7 +320,7 @@ class Kv:
             self._tell(kv.keys[num - 1])
             known = [self._pool.register(*pair) for pair in zip(pages, keys, strict=True)]
             for key in keys:
-                self._offer(key)
+                self.tiers.offer(key)
             self._pool.release([page for page, same in zip(pages, known, strict=True) if page != same])
             self._pool.release(known)
             kv.kept.append(num)
@@ -390,6 +351,7 @@ class Kv:
             for page, _ in transfers.saves:
                 refs[page] = refs.get(page, 0) + 1
         self._pool.check_refs(refs)
+        self.tiers.check(in_flight)
 
 
 def _num_leading(pages: list[int]) -> int:

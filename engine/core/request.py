@@ -49,9 +49,7 @@ class RequestKv:
     checkpoints: dict[int, list[int]] = field(default_factory=dict)  # number of blocks → pages whose keys are unknown
     kept: list[int] = field(default_factory=list)  # numbers of blocks whose checkpoints are registered
 
-    # Used with tiers only (engine/core/tiered_kv.py):
-    was_looked_up: bool = False  # the tiers were searched since it joined the queue
-    is_restoring: bool = False  # admitted, but blocks of its prefix are still being copied to the device
+    is_restoring: bool = False  # admitted, but blocks of its prefix are still being copied to the device (tiers.py)
 
     @property
     def blocks(self) -> list[int]:
@@ -261,17 +259,6 @@ class Claim(enum.Enum):
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()  # it stays in the queue
     LOADING = enum.auto()  # it leaves the queue until blocks of its prefix have been read from a store
-
-
-@dataclass(slots=True)
-class Loading:
-    """The reads that a request waits for, their deadline, and whether a peer may still announce more blocks of its
-    chain."""
-
-    deadline_s: float
-    wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
-    is_awaiting: bool = False
-    num_found: int = 0  # number of keys that all stores had reported at the last look-up
 
 
 def cheapest_to_preempt(running: Collection[Request]) -> Request:

@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -19,12 +20,13 @@ import msgspec
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
 from penstock.engine.core.grammars import GrammarState
 from penstock.engine.core.kv import Kv
-from penstock.engine.core.page_keys import NEVER
+from penstock.engine.core.page_keys import NEVER, PageKeys
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
-from penstock.engine.core.tiered_kv import TieredKv
+from penstock.engine.core.tiers import NoTiers, Tiers
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
@@ -63,8 +65,13 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
-        kv_class = TieredKv if info.num_host_blocks else Kv
-        self.kv: Kv = kv_class(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
+        history = CacheHistory(info, clock)
+        self.pool.on_evict = partial(history.note_eviction, "device")
+        keys = PageKeys(info.groups, info.block_size, config.enable_prefix_caching)
+        self.tiers: Tiers | NoTiers = NoTiers(self.pool)
+        if info.num_host_blocks:
+            self.tiers = Tiers(self.pool, keys, history, info, self._step_tokens, clock)
+        self.kv = Kv(self.pool, keys, history, self.tiers, info.groups, self._step_tokens, self._stats)
         drafts = config.speculative_config
         self._drafter = NoDrafter()
         if drafts is not None:
@@ -96,7 +103,7 @@ class Scheduler:
         request.may_draft = request.may_draft and self.config.speculative_config is not None
         self.kv.keys.extend(request)
         if not self.has_work():
-            self.kv.wake()
+            self.tiers.wake()
         self._num_submitted += 1
         self.requests[message.request_id] = request
         self.queue(request)
@@ -141,8 +148,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plan and return the next step; return None when nothing can be computed before a result arrives."""
-        plan, kv = StepPlan(self._step_tokens), self.kv
-        kv.begin_step(self.waiting, len(self.running))
+        plan, kv, tiers = StepPlan(self._step_tokens), self.kv, self.tiers
+        tiers.begin(self.waiting, len(self.running))
         for request in list(self.running):
             if plan.budget == 0:
                 break
@@ -150,7 +157,7 @@ class Scheduler:
                 self._plan_row(request, plan)
         for request in plan.rows:
             kv.register(request)
-        may_admit = self.waiting and not plan.has_preempted and not kv.is_stale
+        may_admit = self.waiting and not plan.has_preempted and not tiers.is_stale
         admissions = self._admit(plan) if may_admit else []
         # Running requests take a block each before long, and waiting ones take all there are.
         spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
@@ -158,7 +165,7 @@ class Scheduler:
         transfers = kv.end_step(plan.rows)
         rows = [*plan.rows.values(), *draft_rows]
         # The end of a transfer is reported only with a step's result; a step in flight will bring it.
-        if not rows and not admissions and transfers is None and (self.in_flight or not kv.needs_step):
+        if not rows and not admissions and transfers is None and (self.in_flight or not tiers.needs_step):
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, admissions, rows, transfers)
@@ -256,7 +263,7 @@ class Scheduler:
         plan = self.in_flight.popleft()
         assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
-        self.kv.finish_step(plan.step, result)
+        self.tiers.finish(plan.step, result)
         outputs = []
         for index, (request, row) in enumerate(zip(plan.requests, plan.step.rows, strict=False)):
             if row.sample:
@@ -357,7 +364,7 @@ class Scheduler:
         self.info, self._weights_version = info, weights_version
         for request in [*self.running]:
             self._preempt(request)
-        for request in [*self.kv.loading]:
+        for request in [*self.tiers.loading]:
             self.waiting.add(request)
         for request in self.requests.values():
             self.kv.release(request)
@@ -371,17 +378,17 @@ class Scheduler:
         return msgspec.structs.replace(
             self._stats,
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.held) + len(self.kv.loading),
+            num_waiting=len(self.waiting) + len(self.held) + len(self.tiers.loading),
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers=self.kv.tier_stats() if with_tiers else {},
+            tiers=self.tiers.stats() if with_tiers else {},
         )
 
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
-        places = [*self.running, *self.waiting, *self.held, *self.kv.loading]
+        places = [*self.running, *self.waiting, *self.held, *self.tiers.loading]
         assert set(self.requests.values()) == {*places} and len(self.requests) == len(places)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"

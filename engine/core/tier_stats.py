@@ -85,7 +85,7 @@ def tier_stats(
     stores: Mapping[str, Mapping[str, float]],
     block_bytes: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of each tier. `counts` are those of engine/core/tiered_kv.py, `stores` the last report of each
+    """Return the figures of each tier. `counts` are those of engine/core/tiers.py, `stores` the last report of each
     store. Peers are one tier: their figures are added up."""
     tiers: dict[str, dict[str, float]] = {
         "host": {

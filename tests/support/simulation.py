@@ -18,7 +18,7 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.core.tiered_kv import TieredKv
+from penstock.engine.core.tiers import Tiers
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling, Step, TokenLogprobs
@@ -119,7 +119,7 @@ class Simulation:
         """Step until nothing is in flight between the tiers."""
         self.run()
         for _ in range(limit):
-            if self.scheduler.kv.is_idle:
+            if self.scheduler.tiers.is_idle:
                 return
             self.step()
         raise AssertionError(f"transfers are still in flight after {limit} steps")
@@ -169,9 +169,9 @@ class World(Simulation):
         super().__init__(OracleExecutor(executor, self.max_in_flight, stores), scheduler)
 
     @property
-    def tiers(self) -> TieredKv:
-        assert isinstance(self.scheduler.kv, TieredKv)
-        return self.scheduler.kv
+    def tiers(self) -> Tiers:
+        assert isinstance(self.scheduler.tiers, Tiers)
+        return self.scheduler.tiers
 
     @property
     def disk(self) -> FlakyStore:
