@@ -284,8 +284,7 @@ class RowTensors(NamedTuple):
 class InputOps(Protocol):
     """The kernels that compute a step's inputs on the device.
 
-    `packed` contains, for R rows: the number of rows that are not padding, three unused numbers, R + 1 start offsets of
-    the rows' tokens, then R slots, R first positions and R `write_from`. executor/kernels/state.py defines the state.
+    executor/kernels/state.py defines the state, and the layout of `packed` (`PackedStep`).
     """
 
     def apply_runs(self, packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:

@@ -19,6 +19,40 @@ HEADER = 4  # numbers before a step's rows; the first is the number of rows
 OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, two halves of the seed; two are unused
 
 
+class PackedStep(NamedTuple):
+    """The block that a step sends to the device, and where its parts are. For R rows, padding included:
+
+    header (4) | query starts (R + 1) | slots (R) | first positions (R) | write_from (R) | more, and the runs
+    """
+
+    values: Tensor  # [n] int32
+    rows: int
+
+    @staticmethod
+    def size(rows: int) -> int:
+        """Return the length of the parts up to `write_from`."""
+        return HEADER + 1 + 4 * rows
+
+    @property
+    def num_real(self) -> Tensor:
+        """Return the number of rows that are not padding, without dimensions."""
+        return self.values[0]
+
+    @property
+    def query_starts(self) -> Tensor:
+        return self.values[HEADER : HEADER + 1 + self.rows]
+
+    @property
+    def columns(self) -> Tensor:
+        """Return slots, first positions and `write_from`, [3, rows]."""
+        return self.values[HEADER + 1 + self.rows : self.size(self.rows)].view(3, self.rows)
+
+    def more(self, first: int, count: int) -> Tensor:
+        """Return `count` of the numbers behind `write_from`, from the number `first` on."""
+        begin = self.size(self.rows) + first
+        return self.values[begin : begin + count]
+
+
 class StateLayout(NamedTuple):
     """Offsets and sizes in the flat tensor for one attention group, passed to kernels."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.executor.batch import Chains, ForwardBatch, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.kernels.state import HEADER, DeviceState
+from penstock.executor.kernels.state import DeviceState, PackedStep
 from penstock.executor.protocol import Row, Sampling
 from penstock.executor.staging import send
 from penstock.executor.step.layout import Layout
@@ -146,7 +146,7 @@ class DeviceInputs:
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
         # Numbers per row: five if it samples; per token: one if it is wanted; per run: three and its content.
-        size = HEADER + 1 + 5 * num_slots + max_tokens + 4 * payload
+        size = PackedStep.size(num_slots) + num_slots + max_tokens + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
 
@@ -178,9 +178,9 @@ class DeviceInputs:
         has_all = len(wanted) == layout.num_tokens
         extra = [samples] if has_all else [samples, wanted]
         self._send([[rows, 0, 0, 0], layout.query_starts, layout.slots, layout.starts, layout.write_from, *extra])
-        end = HEADER + 1 + 4 * rows
-        sampled = self._packed[end : end + len(samples)].long()
-        asked = None if has_all else self._packed[end + len(samples) :][: len(wanted)].long()
+        packed = PackedStep(self._packed, rows)
+        sampled = packed.more(0, len(samples)).long()
+        asked = None if has_all else packed.more(len(samples), len(wanted)).long()
         longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
         made, others = self._prepare(rows, layout.num_tokens, longest, width)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
@@ -233,8 +233,7 @@ class DeviceInputs:
 
     def select_samples(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Samples, Tensor]:
         """Return the inputs of sampling and its hidden states as copies, for the rows that `send_padded` sent last."""
-        end = HEADER + 1 + 4 * rows
-        sampled, last = self._packed[end : end + 2 * num_samples].long().view(2, num_samples)
+        sampled, last = PackedStep(self._packed, rows).more(0, 2 * num_samples).long().view(2, num_samples)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
         return Samples(made.targets.index_select(0, sampled), drawn), hidden.index_select(0, last)
 
@@ -257,15 +256,16 @@ class DeviceInputs:
         aligned to 16 bytes."""
         if not self.has_states:
             return None
-        slots, starts = self._packed[HEADER + 1 + rows :][: 2 * rows].view(2, rows)
-        is_real = torch.arange(rows, device=slots.device) < self._packed[0]
+        packed = PackedStep(self._packed, rows)
+        slots, starts, _ = packed.columns
+        is_real = torch.arange(rows, device=slots.device) < packed.num_real
         pages = self._state.states.index_select(0, torch.where(is_real, slots, 0))
         pages = torch.where(is_real[:, None, None], pages, 0)
         read, write = (pages[:, half].clone(memory_format=torch.contiguous_format) for half in range(2))
         return StateBatch(read, write, starts == 0)
 
     def _tensors(self, made: RowTensors) -> BatchTensors:
-        starts = self._packed[HEADER : HEADER + len(made.context_lens) + 1]
+        starts = PackedStep(self._packed, len(made.context_lens)).query_starts
         return made.tokens, made.positions, made.kv_slots, starts, made.context_lens, made.block_tables
 
     def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:

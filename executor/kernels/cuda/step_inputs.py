@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.state import HEADER, OPTIONS, StateLayout
+from penstock.executor.kernels.state import HEADER, OPTIONS, PackedStep, StateLayout
 
 CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
 ROWS_AT, PER_SLOT = tl.constexpr(HEADER), tl.constexpr(OPTIONS)
@@ -23,7 +23,7 @@ def prepare(
     packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     _assert_numbers(packed, state)
-    assert rows > 0 and HEADER + 1 + 4 * rows <= len(packed)
+    assert rows > 0 and PackedStep.size(rows) <= len(packed)
     assert 0 < longest <= tokens and 0 < table_width <= layout.max_blocks
     assert max(layout.blocks_at, layout.options_at, layout.spare) < len(state)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
-from penstock.executor.kernels.state import HEADER, OPTIONS, StateLayout
+from penstock.executor.kernels.state import OPTIONS, PackedStep, StateLayout
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
@@ -16,10 +16,11 @@ def prepare(
     packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     width, blocks_at, max_blocks, options_at, spare, block_size = layout
-    starts, packed_rows = packed[HEADER : HEADER + rows + 1], packed[HEADER + rows + 1 :]
+    step = PackedStep(packed, rows)
+    starts = step.query_starts
     row = torch.arange(rows, device=packed.device)
-    is_real = row < packed[0]
-    slot, first, write_from = (packed_rows[i * rows : (i + 1) * rows].long() for i in range(3))
+    is_real = row < step.num_real
+    slot, first, write_from = step.columns.long()
     slot, counts = torch.where(is_real, slot, 0), starts.diff().long()
     contexts = torch.where(is_real, first + counts, 0)
     row_of = row.repeat_interleave(counts, output_size=tokens)
