@@ -362,13 +362,21 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-# A step counts as stuck after this time plus an extra time for each position that it computes.
-# Even a slow machine computes a position of a large model in well under a second.
+# A step counts as stuck after this time plus an extra time for each position that it computes. Kernels are compiled and
+# graphs captured before the first step, so the first part is for a busy machine, transfers and what a rank waits for.
+# Even a slow CPU computes a position of a large model in well under a second. On a GPU the slowest steps of 8,192
+# positions, by count of operations: 27 s for 8 billion weights at a context of 32k on a card that reaches 10 TFLOP/s, and
+# 66 s for 70 billion at 128k on one that reaches 60. A whole prompt of 128k in one step of 70 billion takes an H200 80 s.
 STEP_DEADLINE_S = 60.0
 STEP_DEADLINE_PER_TOKEN_S = 0.5
+GPU_STEP_DEADLINE_PER_TOKEN_S = 0.005
+GPU_STEP_DEADLINE_LIMIT_S = 120.0
 
 
-def step_deadline_s(num_tokens: int) -> float:
+def step_deadline_s(num_tokens: int, device: str) -> float:
+    """Return the time after which a step of `num_tokens` counts as stuck on this device (`ModelInfo.device`)."""
+    if device == "cuda":
+        return min(STEP_DEADLINE_S + GPU_STEP_DEADLINE_PER_TOKEN_S * num_tokens, GPU_STEP_DEADLINE_LIMIT_S)
     return STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * num_tokens
 
 

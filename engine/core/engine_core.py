@@ -107,7 +107,9 @@ class EngineCore:
 
     def _runs(self, step: Step | None) -> None:
         """Record that this step (None: no step) runs from now on, because the previous one has ended."""
-        self.step_ends_s = None if step is None else self._clock() + step_deadline_s(_num_tokens(step))
+        self.step_ends_s = (
+            None if step is None else self._clock() + step_deadline_s(_num_tokens(step), self.info.device)
+        )
 
     def step(self, plans: bool = True) -> list[Output]:
         """Keep the executor's pipeline full if `plans`, then apply the oldest result.

@@ -167,7 +167,7 @@ class AsyncEngine:
             self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
-            if self._is_ready:  # while it loads, it does not read messages
+            if self._is_ready and self.health().alive:  # otherwise it does not read messages
                 with contextlib.suppress(EngineDead, TimeoutError):
                     self._send(Shutdown())
                     async with asyncio.timeout(STOP_GRACE_S):

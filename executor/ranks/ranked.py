@@ -75,7 +75,7 @@ class RankedExecutor:
 
     def submit(self, step: Step) -> None:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
-        allowed_s = step_deadline_s(sum(row.count for row in step.rows))
+        allowed_s = step_deadline_s(sum(row.count for row in step.rows), self.info.device)
         self._send((MessageKind.STEP, self._encoder.encode(step)), allowed_s)
         if not self._due:
             self._begun_s = time.monotonic()

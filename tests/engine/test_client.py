@@ -19,7 +19,7 @@ from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front import adapter_files, liveness
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
-from penstock.engine.messages import Outputs, Stats
+from penstock.engine.messages import Heartbeat, Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import AdapterError
@@ -124,6 +124,16 @@ async def test_a_killed_core_ends_every_request_with_an_error_that_says_so() -> 
         assert not health.alive and "SIGKILL" in health.reason
         with pytest.raises(EngineDead):
             engine.generate([1], GREEDY)
+
+
+async def test_a_core_beyond_a_deadline_is_killed_at_once_and_another_may_leave_by_itself() -> None:
+    for overdue_s, code in ((12.0, -signal.SIGKILL), (0.0, 0)):
+        async with running() as engine:
+            process = engine._process
+            assert process is not None
+            engine._receive(Heartbeat(overdue_s))
+            await engine.close()
+            assert process._popen.returncode == code
 
 
 async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(

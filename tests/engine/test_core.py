@@ -66,7 +66,7 @@ def run(max_in_flight: int, prompt: list[int]) -> Watched:
 
 
 def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it() -> None:
-    deadline_s = step_deadline_s(1)
+    deadline_s = step_deadline_s(1, "cpu")
     assert run(1, [1]).seen == [start + deadline_s for start in (0.0, 10.0, 20.0)]
     assert run(2, [1]).seen == [start + deadline_s for start in (0.0, 0.0, 20.0)]
 
@@ -74,7 +74,7 @@ def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before
 def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_runs() -> None:
     """Not of the one behind it, which is submitted while a long prompt is computed."""
     executor, starts_s = run(2, [1] * 2048), (0.0, 0.0, 20.0)
-    assert executor.seen[:3] == [s + step_deadline_s(n) for s, n in zip(starts_s, (2048, 2048, 1), strict=True)]
+    assert executor.seen[:3] == [s + step_deadline_s(n, "cpu") for s, n in zip(starts_s, (2048, 2048, 1), strict=True)]
     assert executor.sizes[0] == 2048 and set(executor.sizes[1:]) == {1}
 
 

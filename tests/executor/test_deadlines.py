@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult, TransferResult
+from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult, TransferResult, step_deadline_s
 from penstock.executor.ranks import ranked
 from penstock.executor.ranks.wire import Done, ModelLoaded
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
@@ -55,6 +56,24 @@ def test_a_step_that_hangs_after_many_is_noticed_as_soon_as_the_first(monkeypatc
     with pytest.raises(TimeoutError, match="step 100 of 1 rows"):
         executor.collect()
     assert STEP_DEADLINE_S <= ranks.now_s <= STEP_DEADLINE_S + 2
+
+
+def test_a_step_on_a_gpu_hangs_for_two_minutes_at_most_and_has_five_milliseconds_a_token() -> None:
+    assert [step_deadline_s(count, "cuda") for count in (0, 1000, 8000, 100_000)] == [60.0, 65.0, 100.0, 120.0]
+    assert step_deadline_s(8192, "cpu") == 4156.0
+
+
+def test_ranks_on_a_gpu_are_given_up_after_the_time_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(Done(0, StepResult(0, [0])))
+    monkeypatch.setattr(ranked, "time", ranks)
+    monkeypatch.setattr(ranks, "wait_loaded", lambda _: [ModelLoaded(msgspec.structs.replace(INFO, device="cuda"))])
+    executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
+    executor.submit(Step(0, [], [Row(0, 0, 1, True)]))
+    executor.collect()
+    executor.submit(Step(1, [], [Row(0, 0, 20_000, True)]))
+    with pytest.raises(TimeoutError, match="step 1 of 1 rows"):
+        executor.collect()
+    assert 120.0 <= ranks.now_s <= 122.0
 
 
 def test_a_step_without_rows_is_done_when_every_rank_has_said_what_its_stores_hold() -> None:

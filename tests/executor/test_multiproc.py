@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
         # Beneath the limit of a silence, which would end it too.
-        monkeypatch.setattr("penstock.executor.ranks.ranked.step_deadline_s", lambda _num_tokens: 1.0)
+        monkeypatch.setattr("penstock.executor.ranks.ranked.step_deadline_s", lambda *_: 1.0)
         os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(
             ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"
