@@ -117,7 +117,7 @@ def _convolve(
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1) + tap
         is_mine = is_channel & (token < count)
-        x = tl.load(x_ptr + at * X_STRIDE + channel, mask=is_mine & (at >= 0), other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at.to(tl.int64) * X_STRIDE + channel, mask=is_mine & (at >= 0), other=0.0).to(tl.float32)
         if TAPS > 1:
             tail = tail_ptr + (at + TAPS - 1) * WIDTH + channel
             x += tl.load(tail, mask=is_mine & (at < 0) & has_tail, other=0.0).to(tl.float32)
@@ -133,7 +133,7 @@ def _convolve(
             kept = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None]
             is_kept = is_channel & (kept < TAPS - 1)
             source = count - (TAPS - 1) + kept
-            ours = tl.load(x_ptr + source * X_STRIDE + channel, mask=is_kept & (source >= 0), other=0.0)
+            ours = tl.load(x_ptr + source.to(tl.int64) * X_STRIDE + channel, mask=is_kept & (source >= 0), other=0.0)
             older = tail_ptr + (source + TAPS - 1) * WIDTH + channel
             ours += tl.load(older, mask=is_kept & (source < 0) & has_tail, other=0.0)  # one of the two is zero
             tl.debug_barrier()  # the state may be updated in place: all loads come before the stores

@@ -1,5 +1,7 @@
 """The short convolution, the gated delta rule and Mamba 2: the Triton kernels against their twins."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -36,6 +38,21 @@ def test_rows_of_one_token_and_of_several_equal_the_twin(
     if dtype is torch.float32:
         found, wanted = (each.pages.base.view(torch.float32) for each in (states, expected_states))
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_a_convolution_reads_tokens_of_one_row_that_are_more_than_two_billion_numbers_apart() -> None:
+    """As 174,763 tokens of Qwen3-Next are. Here the stride is large, and memory between the tokens is never touched."""
+    tokens, stride, before = 36, 1 << 26, 1 << 31  # an offset of 32 bits would be negative: it must not crash the test
+    layer = Layer.random(tokens, (1, 1, 16, 16), torch.bfloat16)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python 3.11 has no name for
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * (before + tokens * stride), flags=flags), dtype=torch.bfloat16)
+    apart = memory.as_strided(layer.inputs.qkv.shape, (stride, 1), before).copy_(layer.inputs.qkv)
+    outputs, states = [], [States(layer, 1) for _ in range(2)]
+    for qkv, own in zip((layer.inputs.qkv, apart), states, strict=True):
+        batch = batch_of([tokens], own.tables)
+        outputs.append(OPS.convolve(qkv, layer.weight, layer.bias, own.pages, batch, True))
+    assert torch.equal(*outputs)
+    assert torch.equal(*(own.pages.base for own in states))
 
 
 def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None:
