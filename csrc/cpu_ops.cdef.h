@@ -118,7 +118,7 @@ struct penstock_adapter_part {
 /* One LoRA adapter of one linear layer: `down` is [depth, sum of the parts' ranks]. */
 struct penstock_adapter {
     inputs down;
-    int64_t down_stride; /* at most 768 + 16 */
+    int64_t down_stride; /* at most 800 (MAX_DOWN_STRIDE) */
     int64_t num_weights;
     const struct penstock_adapter_part *parts;
     int num_parts, is_bfloat16; /* num_parts 0: the adapter does not change this layer */

@@ -11,6 +11,7 @@ On CUDA a collective is launched on the current stream without blocking the host
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import AllgatherOptions
 
 from penstock.executor.protocol import ExecutorError
+
+CONNECT_TIMEOUT_S = 600.0  # for ranks that still allocate host memory or open a disk's index
 
 
 class CollectiveError(RuntimeError):
@@ -72,7 +75,19 @@ class RankGroup:
         """Return a group of the same ranks with separate connections, for another thread. All ranks must call this."""
         connect = self._connect
         assert connect is not None
-        return RankGroup(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
+        twin = RankGroup(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
+        twin._meet_every_rank()
+        return twin
+
+    def _meet_every_rank(self) -> None:
+        """Exchange a number with every other rank. NCCL connects two ranks at their first transfer and may wait for an
+        idle device, which would be a deadlock beside graphs whose collectives wait for the other rank."""
+        for pair in combinations(range(self.world), 2):
+            if self.rank in pair:
+                (peer,) = {*pair} - {self.rank}
+                number = torch.zeros(1, device=self.device)
+                for exchange in (self.send, self.receive)[:: 1 if self.rank < peer else -1]:
+                    exchange(number, peer, CONNECT_TIMEOUT_S)
 
     @property
     def is_first(self) -> bool:

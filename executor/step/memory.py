@@ -25,7 +25,7 @@ CPU_KV_SHARE = 0.25  # … which is also limited to this share of the free memor
 # measured: only the driver's management library knows the memory of each process.
 CONTEXT_BYTES = 1 << 30
 # Memory reserved for graphs beside that of their largest step, because they are captured after the cache is allocated.
-# It is an estimate that no GPU has confirmed; a log line at startup reports what they took.
+# An H100 took 0.2 GiB for the graphs of Qwen3-0.6B; a log line at startup reports what they took.
 GRAPHS_BYTES = 1 << 30
 
 

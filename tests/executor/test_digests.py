@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,25 @@ def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
     texts = [b"first", b"", b"x" * 1000]
     assert on_ranks(3, lambda group: group.gather_bytes(texts[group.rank])) == [texts] * 3
     assert RankGroup().gather_bytes(b"alone") == [b"alone"]
+
+
+def test_connections_for_another_thread_exist_between_all_ranks_before_a_step_can_run() -> None:
+    def met(group: RankGroup) -> tuple[list[int], list[int]]:
+        connect, sent, received = group._connect, list[int](), list[int]()
+        assert connect is not None
+
+        def recorded(name: str) -> Any:
+            links = connect(name)
+            return SimpleNamespace(
+                send=lambda tensors, rank, tag: (sent.append(rank), links.send(tensors, rank, tag))[1],
+                recv=lambda tensors, rank, tag: (received.append(rank), links.recv(tensors, rank, tag))[1],
+            )
+
+        group._connect = recorded
+        group.twin("experts on the move")
+        return sent, received
+
+    assert on_ranks(3, met) == [([1, 2], [1, 2]), ([0, 2], [0, 2]), ([0, 1], [0, 1])]
 
 
 def test_a_rank_that_has_its_weights_waits_for_as_long_as_another_one_may_read() -> None:

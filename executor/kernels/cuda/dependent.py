@@ -5,7 +5,7 @@ kernel waits before it accesses memory that another kernel accesses. The wait en
 finished and its writes are visible. The previous kernel waited likewise, so all earlier ones have finished too. Kernels
 launched in the usual way wait for all earlier kernels anyway.
 
-On an H100 a step of one request of Qwen3-0.6B takes 1.41 ms with it and 1.79 ms without; 256 requests gain nothing.
+On an H100 a step of one request of Qwen3-0.6B takes 1.09 ms with it and 1.13 ms without; 256 requests gain nothing.
 """
 
 import triton
