@@ -69,11 +69,17 @@ def test_connections_for_another_thread_exist_between_all_ranks_before_a_step_ca
         assert connect is not None
 
         def recorded(name: str) -> Any:
-            links = connect(name)
-            return SimpleNamespace(
-                send=lambda tensors, rank, tag: (sent.append(rank), links.send(tensors, rank, tag))[1],
-                recv=lambda tensors, rank, tag: (received.append(rank), links.recv(tensors, rank, tag))[1],
-            )
+            links: Any = connect(name)
+
+            def send(tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+                sent.append(rank)
+                return links.send(tensors, rank, tag)
+
+            def recv(tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+                received.append(rank)
+                return links.recv(tensors, rank, tag)
+
+            return SimpleNamespace(send=send, recv=recv)
 
         group._connect = recorded
         group.twin("experts on the move")
