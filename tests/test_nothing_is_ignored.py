@@ -24,6 +24,7 @@ from penstock.engine.model_files import ModelError, resolve_model
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema
+from penstock.engine.server.other_fields import OTHER_FIELDS
 from penstock.engine.text.prompt import RENDERING
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
@@ -180,7 +181,7 @@ def test_every_field_of_a_request_is_read(request_type: type[msgspec.Struct]) ->
 def test_what_is_accepted_without_effect_is_documented() -> None:
     (listed,) = re.findall(r"\*\*Accepted without effect\*\*(.*?)\*\*Refused by name\*\*", source("docs/api.md"), re.S)
     documented = set(re.findall(r"`([\w.]+)`", listed))
-    assert schema.OTHER_FIELDS.harmless - {"parallel_tool_calls"} <= documented
+    assert OTHER_FIELDS.harmless - {"parallel_tool_calls"} <= documented
     read = attributes("engine/server") | {
         *schema.SAMPLING_FIELDS,
         *RENDERING,

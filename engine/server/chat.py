@@ -27,7 +27,7 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
     conversation = Conversation(len(body), call.paths)
     prompt_ids = given_ids(call, "messages", request.messages)
     if prompt_ids is None:
-        conversation.read(request.messages, service.info)
+        conversation.read(request.messages, service.info, call.ignored)
     plan = await ask(service, call, request, conversation, prompt_ids)
     return await respond(service, call, request, ChatReply(service, call, request, plan))
 

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.body import decode
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.requests import Message
 from penstock.executor.protocol import ModelInfo
 
@@ -25,12 +25,12 @@ class Conversation:
         self.paths = paths
         self.size_bytes = size_bytes
 
-    def read(self, raw: Raw, info: ModelInfo) -> None:
-        """Decode the messages of a chat request."""
+    def read(self, raw: Raw, info: ModelInfo, ignored: list[str]) -> None:
+        """Decode the messages of a chat request; append the names of ignored fields to `ignored`."""
         check_braces("messages", raw, info)
         self.messages = [
             _plain(f"messages[{place}]", message)
-            for place, message in enumerate(decode(list[Message], raw, "messages"))
+            for place, message in enumerate(decode_lenient(list[Message], raw, "messages", ignored))
         ]
 
     # The other APIs add one part after the other, each with its path in the client's request. Consecutive reasoning,
@@ -133,4 +133,6 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
     }
     for call in plain.get("tool_calls", ()):
         del call["index"]
+    if (reasoning := plain.pop("reasoning", None)) is not None:
+        plain.setdefault("reasoning_content", reasoning)
     return plain

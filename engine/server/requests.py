@@ -1,14 +1,13 @@
 """The request schemas: one struct per endpoint, and the known but unsupported fields of OpenAI's and vLLM's APIs.
 
-An unsupported field (other_fields.json) is refused by name if it would change the answer. A top-level field that is in
-none of these lists is ignored, so that a new field of a client library causes no outage: `parse` collects its name for
-the log and for the response header (app.py). The structs only define types; SamplingParams and the engine validate the
-values.
+An unsupported field (other_fields.json) is refused by name if it would change the answer. A field that is in none of
+these lists is ignored at the top level and inside messages and tools, so that a new field of a client library causes no
+outage: its name is collected for the log and for the response header (app.py). The structs only define types;
+SamplingParams and the engine validate the values.
 """
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_origin
 
 import msgspec
 from msgspec import Meta, Raw
@@ -18,9 +17,12 @@ from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
+from penstock.engine.server.lenient import declared
+from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
+OPEN_FIELDS = ("tools", "system")  # unknown fields inside them are ignored, as in messages (lenient.py)
 # Fields of SamplingParams that requests have under the same name and with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
@@ -113,11 +115,19 @@ class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: int | None = None  # sent back by clients that assemble a call from a stream
 
 
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A part of a message. Rendering the message checks that it is a text."""
+
+    type: Any = None
+    text: Any = None
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None  # parts of type 'text' only
+    content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of `reasoning_content`
     tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None  # in a tool message: the call that it answers
     # Further fields of our own answers, which clients send back as history.
@@ -212,26 +222,6 @@ class NoFields(msgspec.Struct, kw_only=True):
     """POST /reset_prefix_cache, /resume"""
 
 
-class UnsupportedField(NamedTuple):
-    """Why a known field is refused, its values that have no effect and are therefore accepted, and the `details` of the
-    error."""
-
-    reason: str
-    neutral: tuple[Any, ...] = ()
-    details: dict[str, Any] | None = None
-
-
-class OtherFields(msgspec.Struct, frozen=True):
-    """The known fields that no struct declares. Some agents send neutral values in every request, and so do the
-    gateways of vLLM and SGLang, which rewrite bodies."""
-
-    harmless: frozenset[str]  # metadata and billing, which do not change the answer: accepted and ignored
-    unserved: dict[str, UnsupportedField]
-    responses: dict[str, UnsupportedField]  # in addition, in the Responses API …
-    messages: dict[str, UnsupportedField]  # … and in the Messages API
-
-
-OTHER_FIELDS = msgspec.json.decode(Path(__file__).with_name("other_fields.json").read_bytes(), type=OtherFields)
 _ELSEWHERE = UnsupportedField("this endpoint has no such field")
 
 
@@ -249,24 +239,32 @@ def parse(
     ignored: list[str],
     unserved: Mapping[str, UnsupportedField] = OTHER_FIELDS.unserved,
 ) -> Request:
-    """Decode the request in `body` and append the names of unknown fields to `ignored`.
+    """Decode the request in `body`; append the names of unknown fields, also of those in OPEN_FIELDS, to `ignored`.
 
     Raise HttpError or InvalidRequest, naming the field, if a field is invalid or its value is not supported.
     """
     known = kind.__struct_fields__
-    for name, raw in split_object(body).items():
+    fields = split_object(body)
+    for name, raw in fields.items():
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
                 raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
         elif name in unserved:
-            _check_neutral(name, raw, unserved[name])
+            check_neutral(name, _small(name, raw), unserved[name])
         elif name in OTHER_FIELDS.harmless:
             continue
         elif name in OWN_FIELDS:
-            _check_neutral(name, raw, _ELSEWHERE)
+            check_neutral(name, _small(name, raw), _ELSEWHERE)
         else:
             ignored.append(name)
-    return decode(kind, body)
+    try:
+        return decode(kind, body)
+    except HttpError:
+        types = {field.name: field.type for field in msgspec.structs.fields(kind) if field.name in OPEN_FIELDS}
+        lenient = {name: Raw(declared(types[name], fields[name], name, ignored)) for name in types if name in fields}
+        if not lenient:
+            raise
+        return decode(kind, msgspec.json.encode(fields | lenient))
 
 
 def parse_control(kind: type[Request], query: Mapping[str, list[str]], body: bytes) -> Request:
@@ -297,10 +295,6 @@ def _converted(value: object, kind: type[Converted], name: str = "") -> Converte
         raise InvalidRequest((name + within).lstrip("."), reason) from None
 
 
-def _check_neutral(name: str, raw: Raw, unserved: UnsupportedField) -> None:
-    value = decode(object, raw, name) if len(bytes(raw)) <= 256 else raw
-    if value is None or value in unserved.neutral:
-        return
-    if unserved.details is not None:
-        raise HttpError(400, f"{name}: {unserved.reason}", param=name, details=unserved.details)
-    raise InvalidRequest(name, unserved.reason)
+def _small(name: str, raw: Raw) -> Any:
+    """Decode a value that may be neutral; a long one is not."""
+    return decode(object, raw, name) if len(bytes(raw)) <= 256 else raw

@@ -22,7 +22,8 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import OTHER_FIELDS, PromptRequest, UnsupportedField, parse
+from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField
+from penstock.engine.server.requests import PromptRequest, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest

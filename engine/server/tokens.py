@@ -30,7 +30,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
         text = request.prompt
         if text is None:
             conversation = Conversation(len(body), call.paths)
-            conversation.read(request.messages, service.info)
+            conversation.read(request.messages, service.info, call.ignored)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (packed,) = await to_ids(field, [text], service, request, num_answered=0)

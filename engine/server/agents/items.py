@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.body import decode, explained
+from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.agents.items_schema import (
     ITEM,
@@ -20,6 +20,7 @@ from penstock.engine.server.agents.items_schema import (
     TextPart,
 )
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
+from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.requests import Function, Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.executor.protocol import ModelInfo
@@ -27,8 +28,9 @@ from penstock.executor.protocol import ModelInfo
 INPUT: Any = str | list[dict[str, Any]]
 
 
-def given_items(raw: Raw, info: ModelInfo) -> list[AnyItem]:
-    """Decode `input`, which may be missing, a text or a list of items; an item without a type is a message."""
+def given_items(raw: Raw, info: ModelInfo, ignored: list[str]) -> list[AnyItem]:
+    """Decode `input`, which may be missing, a text or a list of items; an item without a type is a message. Append the
+    names of ignored fields to `ignored`."""
     if bytes(raw) in (b"", b"null"):
         return []
     check_braces("input", raw, info)
@@ -42,12 +44,8 @@ def given_items(raw: Raw, info: ModelInfo) -> list[AnyItem]:
             what = "items are not kept by their ids; send the item itself, or previous_response_id"
             raise InvalidRequest(f"input[{place}].type", what)
     items = [{name: value for name, value in item.items() if value is not None} for item in given]
-    try:
-        converted: list[AnyItem] = msgspec.convert([{"type": "message", **item} for item in items], list[ITEM])
-    except msgspec.ValidationError as error:
-        within, what = explained(error, list[ITEM])
-        raise InvalidRequest(f"input{within}", what) from None
-    return converted
+    typed = msgspec.json.encode([{"type": "message", **item} for item in items])
+    return [*decode_lenient(list[ITEM], typed, "input", ignored)]
 
 
 def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], instructions: str | None) -> None:
@@ -82,7 +80,7 @@ def own_tools(given: Sequence[Raw] | None, kind: Any, vendors: re.Pattern[str], 
     for place, raw in enumerate(given or ()):
         tool_type = decode(_ToolType, raw, f"tools[{place}]").type
         if not isinstance(tool_type, str) or vendors.fullmatch(tool_type) is None:
-            tools[place] = decode(kind, raw, f"tools[{place}]")
+            tools[place] = decode_lenient(kind, raw, f"tools[{place}]", ignored)
         elif (name := f"tools:{tool_type}") not in ignored:
             ignored.append(name)
     return tools

@@ -112,7 +112,7 @@ def _chat(
     tools: dict[int, AnyTool] = own_tools(request.tools, AnyTool, VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
-    given = given_items(request.input, service.info)
+    given = given_items(request.input, service.info, call.ignored)
     placed: list[tuple[str, AnyItem]] = [
         ("previous_response_id", item) for stored in past for item in msgspec.json.decode(stored.items, type=list[ITEM])
     ]

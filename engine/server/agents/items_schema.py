@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock.engine.server.requests import OTHER_FIELDS, Function, JsonSchema, PromptRequest, with_sampling
+from penstock.engine.server.other_fields import OTHER_FIELDS
+from penstock.engine.server.requests import Function, JsonSchema, PromptRequest, with_sampling
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[

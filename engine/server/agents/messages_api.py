@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import Raw
 
-from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
@@ -28,6 +27,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
+from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import thinking_switch
 
@@ -65,7 +65,7 @@ def _chat(
 ) -> tuple[schema.ChatRequest, Conversation]:
     """Convert the request to a chat. `size_bytes`: size of the body."""
     check_braces("messages", request.messages, service.info)
-    given = decode(list[BlockMessage], request.messages, "messages")
+    given = decode_lenient(list[BlockMessage], request.messages, "messages", call.ignored)
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:

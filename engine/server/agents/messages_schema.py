@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import Id, Strict
-from penstock.engine.server.requests import OTHER_FIELDS, Function, PromptRequest
+from penstock.engine.server.other_fields import OTHER_FIELDS
+from penstock.engine.server.requests import Function, PromptRequest
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):

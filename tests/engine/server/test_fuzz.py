@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.server import requests
 from penstock.engine.server.agents.items_schema import CountItemsRequest, ResponsesRequest
 from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
-from penstock.engine.server.requests import OTHER_FIELDS
+from penstock.engine.server.other_fields import OTHER_FIELDS
 from penstock.engine.server.routes import POSTS
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until

@@ -321,6 +321,93 @@ def test_a_call_that_a_token_cuts_off_ends_like_one_that_the_length_cuts_off(ser
         assert ends[0] == ends[1] and ends[0][:2] == ("weather", '{"city": "'), name
 
 
+# Fields that clients send back inside messages and tools, from other servers or for them.
+CLIENT_FIELDS: dict[str, Any] = {
+    "id": "msg_1",
+    "metadata": {"turn": 1},
+    "phase": "commentary",
+    "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
+    "provider_specific_fields": {"refusal": None},
+    "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}],
+    "extra_content": {"google": {"thought_signature": "x"}},
+    "cache_control": {"type": "ephemeral"},
+    "prefix": False,
+}
+
+
+def conversations(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the same conversation for each API, with these fields in all of its parts."""
+    text = {**extra, "type": "text", "text": "Ulm?"}
+    past = {**extra, "id": "c", "type": "function", "function": {**extra, "name": "weather", "arguments": "{}"}}
+    used = {**extra, "type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    result = {**extra, "type": "tool_result", "tool_use_id": "c", "content": [{**text, "text": "7"}]}
+    call_item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    result_item = {"type": "function_call_output", "call_id": "c", "output": "7"}
+    return {
+        "chat": {
+            "messages": [
+                {**extra, "role": "user", "content": [text]},
+                {**extra, "role": "assistant", "tool_calls": [past]},
+                {**extra, "role": "tool", "tool_call_id": "c", "content": "7"},
+            ],
+            "tools": [{**extra, "type": "function", "function": {**extra, **function()}}],
+        },
+        "responses": {
+            "input": [{**extra, "role": "user", "content": [text]}, {**extra, **call_item}, {**extra, **result_item}],
+            "tools": [{**extra, **APIS["responses"].tool}],
+        },
+        "messages": {
+            "system": [{**text, "text": "Hi."}],
+            "messages": [
+                {**extra, "role": "user", "content": [text]},
+                {**extra, "role": "assistant", "content": [used]},
+                {**extra, "role": "user", "content": [result]},
+            ],
+            "tools": [{**extra, **APIS["messages"].tool}],
+        },
+    }
+
+
+PARTS = {  # where `conversations` puts them
+    "chat": (
+        *("messages[]", "messages[].content[]", "messages[].tool_calls[]", "messages[].tool_calls[].function"),
+        *("tools[]", "tools[].function"),
+    ),
+    "responses": ("input[]", "input[].content[]", "tools[]"),
+    "messages": ("system[]", "messages[]", "messages[].content[]", "messages[].content[].content[]", "tools[]"),
+}
+DECLARED = {"messages[].tool_calls[].id", "input[].id"}
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_fields_of_other_servers_inside_messages_and_tools_are_ignored_and_named(qwen: Running, name: str) -> None:
+    plain = APIS[name].ask(qwen, **conversations({})[name])
+    assert plain.status_code == 200 and "x-penstock-ignored" not in plain.headers, plain.text
+    prompt = qwen.prompt
+    for field, value in CLIENT_FIELDS.items():
+        body = conversations({field: value})[name]
+        named = {f"{part}.{field}" for part in PARTS[name]} - DECLARED
+        if name == "messages" and field == "cache_control":
+            named = {"messages[].cache_control"}
+        paths = [(APIS[name].path, body)] + ([("/tokenize", body)] if name == "chat" else [])
+        for path, fields in paths:
+            answer = qwen.post(path, {"model": MODEL, **({} if path == "/tokenize" else APIS[name].fields), **fields})
+            assert answer.status_code == 200, answer.text
+            assert {*answer.headers["x-penstock-ignored"].split(", ")} == named, (path, field)
+        assert qwen.prompt == prompt
+
+
+def test_an_object_of_very_many_parts_is_refused_before_all_are_compared(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.server.lenient.MAX_OBJECTS", 100)
+    for number, status in ((49, 200), (101, 400)):
+        parts = [{"type": "text", "text": "x", "colour": 1}] * number
+        answer = server.chat(messages=[{"role": "user", "content": parts}], max_tokens=1)
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "messages[0].content[99]"
+
+
 # Fields of a request, and the name of the wrong one as that API's client wrote it; the same mistake by API, some with words.
 REFUSED = json.loads(Path(__file__).with_name("refused_by_agents.json").read_text())
 

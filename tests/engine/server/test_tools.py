@@ -52,6 +52,15 @@ def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running, mo
     assert qwen.prompt.count("<tool_response>") == 2
 
 
+def test_the_reasoning_of_a_message_has_two_names(qwen: Running) -> None:
+    prompts = []
+    for field in ("reasoning_content", "reasoning"):
+        answer = qwen.chat(messages=[*MESSAGES, {**past("a"), field: "Hm, Ulm."}, result("a")], tools=TOOLS)
+        assert answer.status_code == 200 and "x-penstock-ignored" not in answer.headers
+        prompts.append(qwen.prompt)
+    assert prompts[0] == prompts[1] and "<think>\nHm, Ulm.\n</think>" in prompts[0]
+
+
 def test_choices_of_one_request_are_read_apart(qwen: Running) -> None:
     qwen.engine.reply = SAID
     with qwen.openai() as openai_client:
@@ -269,6 +278,10 @@ def tool(**function: Any) -> dict[str, Any]:
 def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = "f") -> dict[str, Any]:
     calls = [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i in ids]
     return {"role": role, "content": None, "tool_calls": calls}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": "7"}
 
 
 @pytest.mark.parametrize(
