@@ -47,7 +47,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
     async def ids() -> list[int]:
         request = parse(body, ChatRequest, [])
         conversation = Conversation(len(body), {})
-        conversation.read(request.messages, service.info)
+        conversation.read(request.messages, service.info, [])
         text = await render(request, conversation, service)
         (packed,) = await to_ids("messages", [text], service, request)
         return memoryview(packed).cast("i").tolist()
