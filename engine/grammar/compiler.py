@@ -1,9 +1,7 @@
 """Compiles grammars in its own threads and caches the most recent ones, so that reusing a schema costs microseconds.
 
-llguidance compiles most schemas in milliseconds and releases the GIL meanwhile. `LIMITS` bounds the cost of a hostile
-schema to about 45 seconds of one core. Recursion may be as deep as the text is long, so the threads have a large stack
-(pages that are never touched cost nothing). A thread cannot be stopped, so while one compiles a grammar that every
-caller has given up, another thread replaces it.
+llguidance compiles most schemas in milliseconds and releases the GIL meanwhile. A thread cannot be stopped, so while one
+compiles a grammar that every caller has given up, another thread replaces it.
 """
 
 import contextlib
@@ -13,30 +11,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from penstock.engine.core.grammars import CompileJob, GrammarRefused, GrammarState
+from penstock.engine.grammar.compile_limits import LIMITS, start_thread
 from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not delay the others
 MAX_GIVEN_UP = 6  # additional threads, compiling grammars that no request waits for any more
-STACK_BYTES = 512 << 20  # a chain of 20,000 rules, the most that fit in 256 KiB of text, uses a third of it
 # A cached grammar is compiled anew after this many tokens: up to 11 new lexer states per token were measured.
 RECYCLE_TOKENS = 16_384
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # total length of the cached sources; a compiled grammar grows with its source
-LIMITS: dict[str, Any] = {  # arguments of llguidance.LLParserLimits
-    # The work is quadratic in the length of a chain of optional parts: with the default of a million, 256 KiB of them
-    # keep a thread busy for about 12 minutes. A hundred tools of a realistic size need 66,000.
-    "initial_lexer_fuel": 80_000,
-    # The library's default: a text of 20,000 characters in a schema needs 11 states of 650 bytes per token.
-    "max_lexer_states": 250_000,
-    "step_max_items": 50_000,  # one mask of an ambiguous grammar took 105 ms with 49,152 tokens, 245 ms with 152,064
-    "step_lexer_fuel": 200_000,  # the slowest valid mask took 60 ms: at most 50 words in 500 characters, 152,064 tokens
-    "verbose_errors": False,
-}
 NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # llguidance's whole message if no token can follow
 NOTHING_FITS = "no text at all can keep to it"
 
@@ -156,12 +143,3 @@ class Compiler:
 
     def _fits(self) -> bool:
         return len(self._kept) == 1 or (len(self._kept) <= MAX_KEPT and sum(map(len, self._kept)) <= MAX_KEPT_CHARS)
-
-
-def start_thread(work: Callable[[], None]) -> None:
-    """Start a daemon thread whose stack is large enough for the deepest grammar."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        threading.Thread(target=work, name="grammars", daemon=True).start()
-    finally:
-        threading.stack_size(before)

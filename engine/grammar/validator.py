@@ -8,15 +8,17 @@ import asyncio
 from concurrent.futures import Future
 
 from penstock.engine.core.grammars import COMPILE_LIMIT_S
-from penstock.engine.grammar.compiler import LIMITS, NUM_THREADS, start_thread
+from penstock.engine.grammar.compile_limits import LIMITS, start_thread
 from penstock.engine.grammar.matcher import shortened
+
+MAX_CHECKS = 2  # at once, so that one slow grammar does not delay the others
 
 
 class Validator:
     """Validates grammars, a few at a time. A valid grammar of a hundred tools takes milliseconds."""
 
     def __init__(self) -> None:
-        self._turns = asyncio.Semaphore(NUM_THREADS)
+        self._turns = asyncio.Semaphore(MAX_CHECKS)
 
     async def refusal(self, source: str) -> str | None:
         """Return why the grammar is refused, or None."""
