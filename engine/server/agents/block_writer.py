@@ -4,11 +4,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError, error_info
-from penstock.engine.server.agents.events import Kind, Writer
+from penstock.engine.server.agents.part_writer import Kind, PartWriter
 from penstock.engine.server.call import Call
-from penstock.engine.server.tool_choice import ChatFinish
+from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
 from penstock.engine.text.tools.reader import CallStart, object_in
 
 UNSIGNED = "unsigned"  # placeholder for the signature, which some clients require
@@ -16,20 +15,17 @@ FIELDS = {"reasoning": "thinking", "text": "text"}  # kind of part → type of i
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class BlockWriter(Writer):
-    def __init__(self, call: Call, *, is_stream: bool) -> None:
+class BlockWriter(PartWriter):
+    def __init__(self, call: Call, plan: ReadingPlan, *, is_stream: bool) -> None:
         reply: dict[str, Any] = {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": call.model}
         reply |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
-        super().__init__(call, reply, is_stream=is_stream)
+        super().__init__(call, plan, reply, is_stream=is_stream)
         self._index = -1  # index of the last block in the stream, where truncated calls count too
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         self.reply["usage"] = self._usage()
         self._event("message_start", message=self.reply)
         self._event("ping")
-
-    async def see(self, _update: Update) -> None:
-        """Blocks show nothing but the text."""
 
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         block: dict[str, Any]
@@ -48,7 +44,7 @@ class BlockWriter(Writer):
             name = self.reply["content"][-1]["type"]
             self._delta(f"{name}_delta", **{name: text})
 
-    async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
+    async def _finish(self, reason: ChatFinish, stop: int | str | None) -> None:
         self._end_part("completed")
         reply = self.reply
         reply |= {"stop_reason": REASONS.get(reason, "end_turn"), "usage": self._usage()}

@@ -10,13 +10,12 @@ import msgspec
 from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.custom_tools import InputDecoder
-from penstock.engine.server.agents.events import Kind, Writer
 from penstock.engine.server.agents.items_schema import CustomTool
-from penstock.engine.server.answers import LONG_ANSWER
+from penstock.engine.server.agents.part_writer import Kind, PartWriter
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.tool_choice import ChatFinish
+from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_in
@@ -36,13 +35,14 @@ FORMS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 DEFAULTS: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("response_defaults.json").read_bytes())
 
 
-class ItemWriter(Writer):
+class ItemWriter(PartWriter):
     """Writes one response. When it has ended, before the last event, `keep` is called with it and returns whether it
     was stored."""
 
     def __init__(
         self,
         call: Call,
+        plan: ReadingPlan,
         reply: dict[str, Any],
         tokenizer: Tokenizer,
         keep: Keep,
@@ -50,7 +50,7 @@ class ItemWriter(Writer):
         *,
         is_stream: bool,
     ) -> None:
-        super().__init__(call, reply, is_stream=is_stream)
+        super().__init__(call, plan, reply, is_stream=is_stream)
         self._tokenizer, self._keep = tokenizer, keep
         self._num_events = 0
         self._custom_tools = {tool.name for tool in reply["tools"] if isinstance(tool, CustomTool)}
@@ -59,19 +59,19 @@ class ItemWriter(Writer):
         self._new_logprobs: list[msgspec.Raw] = []  # of the newest piece
         self._input: InputDecoder | None = None  # of the open part, if it is a custom tool's call
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
-    async def see(self, update: Update) -> None:
-        if (logprobs := self._logprobs) is not None and (tokens := update.logprobs):
-            await in_thread_if(len(tokens) > LONG_ANSWER, lambda: logprobs.add(tokens))
+    def _see(self, update: Update) -> None:
+        if self._logprobs is not None:
+            self._logprobs.add(update.logprobs or ())
 
-    def take(self, piece: Piece) -> None:
+    def _add(self, piece: Piece) -> None:
         self._new_logprobs = []
         if self._logprobs is not None and isinstance(piece, Content):
             self._new_logprobs = self._logprobs.take(piece.end - len(piece.text), piece.end)
-        super().take(piece)
+        super()._add(piece)
 
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         is_custom = call is not None and call.name in self._custom_tools
@@ -95,22 +95,22 @@ class ItemWriter(Writer):
             fields = self._event_fields | ({"logprobs": self._new_logprobs} if self._kind == "text" else {})
             self._about(f"response.{self._text_type}.delta", delta=text, **fields)
 
-    async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
+    async def _finish(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
             self.reply["incomplete_details"] = {"reason": "max_output_tokens"}
-            await self._finish("incomplete")
+            await self._end_response("incomplete")
             return
         if self._kind in (None, "reasoning"):
             self._begin_part("text", None)
         self.reply["completed_at"] = int(time.time())
-        await self._finish("completed")
+        await self._end_response("completed")
 
     async def fail(self, error: HttpError) -> None:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self.reply["error"] = {"code": code, "message": error.message}
-        await self._finish("failed")
+        await self._end_response("failed")
 
-    async def _finish(self, status: str) -> None:
+    async def _end_response(self, status: str) -> None:
         self._end_part("completed" if status == "completed" else "incomplete")
         self.reply |= {"status": status, "usage": await self._usage()}
         self.reply["store"] = self._keep(self.reply)

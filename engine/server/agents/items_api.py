@@ -14,7 +14,6 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.custom_tools import as_function, check_regexes
-from penstock.engine.server.agents.events import respond
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
@@ -29,6 +28,7 @@ from penstock.engine.server.agents.items_schema import (
     ResponsesRequest,
 )
 from penstock.engine.server.agents.response_store import StoredResponse
+from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation
@@ -65,8 +65,8 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
         skips = getattr(chat, "skip_special_tokens", None) is not False
         stream = service.tokenizer.stream(skips, shown_ids=shown_ids)
         logprobs = TextLogprobs(service.tokenizer, stream, request.return_tokens_as_token_ids)
-    writer = ItemWriter(call, reply, service.tokenizer, keep, logprobs, is_stream=bool(request.stream))
-    return await respond(service, call, plan, writer)
+    writer = ItemWriter(call, plan, reply, service.tokenizer, keep, logprobs, is_stream=bool(request.stream))
+    return await respond(service, call, writer)
 
 
 async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
-from penstock.engine.server.agents.events import respond
 from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
@@ -23,6 +22,7 @@ from penstock.engine.server.agents.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
@@ -49,8 +49,8 @@ async def messages(service: Service, call: Call, body: bytes) -> Reply:
     request = service.accept(call, body, MessagesRequest, NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     plan = await ask(service, call, chat, conversation)
-    writer = BlockWriter(call, is_stream=bool(request.stream))
-    return await respond(service, call, plan, writer)
+    writer = BlockWriter(call, plan, is_stream=bool(request.stream))
+    return await respond(service, call, writer)
 
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:

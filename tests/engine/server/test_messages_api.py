@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
 
 from penstock.engine.front.answer import Update
-from penstock.engine.server.agents.events import write
-from penstock.engine.server.tool_choice import ReadingPlan
+from penstock.engine.server.answer_writer import write
 from tests.support.running_server import MODEL, Running, events
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -122,19 +121,21 @@ def test_an_answer_goes_on_from_the_assistants_last_words(qwen: Running) -> None
 
 def test_what_is_held_back_sends_no_piece() -> None:
     """A router is answered with the first piece; one without anything in it would come before there is an answer."""
-    calls = SimpleNamespace(reports=False, answers=[arriving()])
+    call = SimpleNamespace(reports=False, answers=[Arriving()])
     service = SimpleNamespace(seen=lambda _answer, updates: updates)
-    writer = SimpleNamespace(begin=lambda: None, see=AsyncMock(), taken=lambda: b"")
-    plan = ReadingPlan(None, None, is_certain=False, shows_reasoning=True)
+    writer = SimpleNamespace(take=Mock(), end=AsyncMock(), taken=lambda: b"")
 
     async def pieces() -> list[bytes]:
-        return [piece async for piece in write(cast(Any, service), cast(Any, calls), plan, cast(Any, writer))]
+        return [piece async for piece in write(cast(Any, service), cast(Any, call), cast(Any, writer))]
 
     assert asyncio.run(pieces()) == []
 
 
-async def arriving() -> AsyncIterator[list[Update]]:
-    yield [Update(0, token_ids=[195])]  # half a character
+class Arriving:
+    prompt_logprobs = None
+
+    async def __aiter__(self) -> AsyncIterator[list[Update]]:
+        yield [Update(0, token_ids=[195])]  # half a character
 
 
 @pytest.mark.parametrize("content", ["", []])
