@@ -1,43 +1,83 @@
 """Shared code of completions and chats: sampling parameters, output formats, whole and streamed answers, and usage.
 
-The `Reply` of each endpoint formats the choices.
+The endpoint's subclass of `ChoicesWriter` formats the choices.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.engine.front.answer import Answer, Update, joined
+from penstock.engine.http.errors import HttpError
 from penstock.engine.messages import Reuse
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
+from penstock.engine.server.answer_writer import LONG_ANSWER, Json, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, ResponseFormat
+from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, ResponseFormat, StreamOptions
 from penstock.engine.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
-LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would block the event loop
-TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one such position
-
-Json = dict[str, Any]  # an object of a response: OpenAI's fields, with vLLM's additions that clients use
+TOKENS_PER_LOGPROB = 16  # tokens whose text is parsed in the time of formatting one position with log-probabilities
 
 _ENCODER = msgspec.json.Encoder()
 
 
-class Reply(Protocol):
-    """Formats the answers of one call for its endpoint."""
+class ChoicesWriter(Writer):
+    """Writes the answers of a completion or a chat: the chunks of a stream, or an object with all choices."""
 
-    def whole(self, choices: list[list[Update]], /) -> Json:
+    def __init__(self, service: Service, call: Call, request: GenerateRequest) -> None:
+        super().__init__(call, is_stream=bool(request.stream))
+        self._tokenizer = service.tokenizer
+        self._options, self._explains = request.stream_options or StreamOptions(), request.explain_cache
+        self._updates: list[list[list[Update]]] = [[[] for _ in answer.choices] for answer in call.answers]
+        self._reply: Json = {}
+
+    def take(self, index: int, updates: Sequence[Update]) -> None:
+        answer = self._call.answers[index]
+        for update in updates:
+            if not self.is_stream:
+                self._updates[index][update.index].append(update)
+                continue
+            for chunk in self._chunks(index, update):
+                if self._options.continuous_usage_stats:
+                    chunk["usage"] = usage([answer], answer.num_tokens, self._explains)
+                elif self._options.include_usage:
+                    chunk["usage"] = None
+                self._events.append(_event(chunk))
+
+    async def end(self) -> None:
+        call = self._call
+        if not self.is_stream:
+            choices = [[*map(joined, updates)] for updates in self._updates]
+            num_positions = call.num_tokens // TOKENS_PER_LOGPROB
+            for answer, joint in zip(call.answers, choices, strict=True):
+                num_positions += len(answer.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in joint)
+            self._reply = await in_thread_if(num_positions > LONG_ANSWER, lambda: self._object(choices))
+            self._reply["usage"] = usage(call.answers, call.num_tokens, self._explains)
+            return
+        if self._options.include_usage:
+            self._events.append(_event(self._empty() | {"usage": usage(call.answers, call.num_tokens, self._explains)}))
+        self._events.append(DONE)
+
+    async def fail(self, error: HttpError) -> None:
+        self._events.append(b"data: " + error.body() + b"\n\n" + DONE)
+
+    def whole(self) -> Json:
+        return self._reply
+
+    @abstractmethod
+    def _object(self, choices: list[list[Update]]) -> Json:
         """Return the whole answer. `choices`: for each prompt a list of its choices, each as one update."""
 
-    def chunks(self, place: int, update: Update, /) -> Sequence[Json]:
-        """Return the events of a stream for an update of one choice of the prompt at `place`."""
+    @abstractmethod
+    def _chunks(self, index: int, update: Update) -> Sequence[Json]:
+        """Return the events of a stream for an update of one choice of a prompt."""
 
-    def empty(self) -> Json:
+    @abstractmethod
+    def _empty(self) -> Json:
         """Return an event without choices, for the usage."""
 
 
@@ -79,55 +119,6 @@ def _of_format(call: Call, given: ResponseFormat) -> StructuredOutputs:
     return StructuredOutputs(json=given.json_schema.schema)
 
 
-async def respond(
-    service: Service, call: Call, request: GenerateRequest, reply: Reply
-) -> Json | AsyncGenerator[bytes, None]:
-    """Return the whole reply, or its server-sent events if the request asks for a stream."""
-    if request.stream:
-        return _stream(service, call, request, reply)
-    choices = [await gather(service, answer) for answer in call.answers]
-    num_positions = call.num_tokens // TOKENS_PER_LOGPROB
-    for answer, updates in zip(call.answers, choices, strict=True):
-        num_positions += len(answer.prompt_logprobs or ()) + sum(len(update.logprobs or ()) for update in updates)
-    whole = await in_thread_if(num_positions > LONG_ANSWER, lambda: reply.whole(choices))
-    whole["usage"] = usage(call.answers, call.num_tokens, request.explain_cache)
-    return whole
-
-
-async def _stream(service: Service, call: Call, request: GenerateRequest, reply: Reply) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks of every update, the usage if the client requested it, and the end mark."""
-    options, explains = request.stream_options, request.explain_cache
-    with_usage = options is not None and options.include_usage
-    continuously = options is not None and options.continuous_usage_stats
-
-    def written(place: int, updates: Sequence[Update]) -> bytes:
-        events, answer = [], call.answers[place]
-        for update in updates:
-            for chunk in reply.chunks(place, update):
-                if continuously:
-                    chunk["usage"] = usage([answer], answer.num_tokens, explains)
-                elif with_usage:
-                    chunk["usage"] = None
-                events.append(_event(chunk))
-        return b"".join(events)
-
-    begun: set[tuple[int, int]] = set()  # choices whose first update has come; it may echo the prompt
-    async with aclosing(_interleave(service, call.answers)) as arriving:
-        async for place, updates in arriving:
-            first = {(place, update.index) for update in updates} - begun
-            begun |= first
-            num_positions = len(first) * len(call.answers[place].prompt_logprobs or ())
-            num_positions += sum(len(update.logprobs or ()) for update in updates)
-            work = partial(written, place, updates)
-            if events := await in_thread_if(num_positions > LONG_ANSWER, work):
-                yield events
-    if with_usage:
-        last = reply.empty()
-        last["usage"] = usage(call.answers, call.num_tokens, explains)
-        yield _event(last)
-    yield DONE
-
-
 def token_fields(request: GenerateRequest, update: Update) -> Json:
     """Return the token ids of a choice, if the client wants them, and their weights versions after an update."""
     if not request.return_token_ids:
@@ -157,36 +148,6 @@ def _reports(answers: Sequence[Answer]) -> list[Reuse]:
     cached, so a prompt that is known under another salt looks exactly like a new one."""
     known = [answer.reuse for answer in answers if answer.reuse is not None]
     return [Reuse(each.cached, "new_tokens", differs_at=0) if each.reason == "other_salt" else each for each in known]
-
-
-async def gather(service: Service, answer: Answer) -> list[Update]:
-    """Wait for every choice and return each as one update."""
-    parts: list[list[Update]] = [[] for _ in answer.choices]
-    async for updates in answer:
-        for update in service.seen(answer, updates):
-            parts[update.index].append(update)
-    return [joined(each) for each in parts]
-
-
-async def _interleave(service: Service, answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Update]], None]:
-    """Yield the updates of several prompts as they arrive, each with the index of its prompt."""
-    if len(answers) == 1:
-        async for updates in answers[0]:
-            yield 0, service.seen(answers[0], updates)
-        return
-    waiting = {asyncio.ensure_future(anext(answer, None)): place for place, answer in enumerate(answers)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                place = waiting.pop(task)
-                found = task.result()
-                if found is not None:
-                    waiting[asyncio.ensure_future(anext(answers[place], None))] = place
-                    yield place, service.seen(answers[place], found)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _event(chunk: Json) -> bytes:

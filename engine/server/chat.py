@@ -7,7 +7,8 @@ import msgspec
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answer_writer import Json, respond
+from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
@@ -29,7 +30,7 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
     if prompt_ids is None:
         conversation.read(request.messages, service.info, call.ignored)
     plan = await ask(service, call, request, conversation, prompt_ids)
-    return await respond(service, call, request, ChatReply(service, call, request, plan))
+    return await respond(service, call, ChatWriter(service, call, request, plan))
 
 
 async def ask(
@@ -74,17 +75,17 @@ async def ask(
     return plan
 
 
-class ChatReply:
-    """Formats the answer to a chat. In a stream, the first chunk of each choice has the role."""
+class ChatWriter(ChoicesWriter):
+    """Writes the answer to a chat. In a stream, the first chunk of each choice has the role."""
 
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
-        self._tokenizer = service.tokenizer
-        self._call, self._request, self._plan = call, request, plan
+        super().__init__(service, call, request)
+        self._request, self._plan = request, plan
         self._begun: dict[int, Reading] = {}  # choice → its parser
 
-    def whole(self, choices: list[list[Update]]) -> Json:
+    def _object(self, choices: list[list[Update]]) -> Json:
         request, (answer,) = self._request, self._call.answers
-        reply = self._object("chat.completion", [self._choice(update) for update in choices[0]])
+        reply = self._named("chat.completion", [self._choice(update) for update in choices[0]])
         if request.return_token_ids:
             reply["prompt_token_ids"] = answer.prompt_token_ids
         if request.prompt_logprobs is not None:
@@ -107,7 +108,7 @@ class ChatReply:
             return None
         return chat_logprobs(self._tokenizer, update.logprobs or (), self._request.return_tokens_as_token_ids)
 
-    def chunks(self, _place: int, update: Update) -> list[Json]:
+    def _chunks(self, _index: int, update: Update) -> list[Json]:
         request = self._request
         is_first = update.index not in self._begun
         if is_first:
@@ -123,7 +124,7 @@ class ChatReply:
         choices: list[Json] = [
             {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
-        chunks = [self._object("chat.completion.chunk", [choice]) for choice in choices]
+        chunks = [self._named("chat.completion.chunk", [choice]) for choice in choices]
         if is_first:
             deltas[0]["role"] = "assistant"
             if request.return_token_ids:
@@ -134,10 +135,10 @@ class ChatReply:
             choices[-1] |= {"finish_reason": reading.finish_reason(reason), "stop_reason": update.stop_reason}
         return chunks
 
-    def empty(self) -> Json:
-        return self._object("chat.completion.chunk", [])
+    def _empty(self) -> Json:
+        return self._named("chat.completion.chunk", [])
 
-    def _object(self, kind: str, choices: list[Json]) -> Json:
+    def _named(self, kind: str, choices: list[Json]) -> Json:
         call = self._call
         names = {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
         return names | {"choices": choices}

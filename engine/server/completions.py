@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from penstock.engine.front.answer import Update
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import Json, respond, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answer_writer import Json, respond
+from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import check_prompt_logprobs, decode_inputs, given_ids, to_ids
@@ -44,25 +45,25 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
             kv_transfer=request.kv_transfer_params,
         )
     await service.compiled(call, None if wanted is None else wanted.field)
-    return await respond(service, call, request, CompletionReply(service, call, request, inputs))
+    return await respond(service, call, CompletionWriter(service, call, request, inputs))
 
 
-class CompletionReply:
-    """Formats the completions; tracks for each streamed choice whether it has begun and its text offset."""
+class CompletionWriter(ChoicesWriter):
+    """Writes the completions; tracks for each streamed choice whether it has begun and its text offset."""
 
     def __init__(
         self, service: Service, call: Call, request: CompletionRequest, inputs: Sequence[str | list[int]]
     ) -> None:
-        self._tokenizer = service.tokenizer
-        self._call, self._request, self._inputs = call, request, inputs
+        super().__init__(service, call, request)
+        self._request, self._inputs = request, inputs
         self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
-    def whole(self, choices: list[list[Update]]) -> Json:
+    def _object(self, choices: list[list[Update]]) -> Json:
         return self._completion(
             [self._choice(place, update, is_first=True) for place, each in enumerate(choices) for update in each]
         )
 
-    def chunks(self, place: int, update: Update) -> list[Json]:
+    def _chunks(self, place: int, update: Update) -> list[Json]:
         index = self._index(place, update)
         is_first = index not in self._offsets
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
@@ -70,7 +71,7 @@ class CompletionReply:
             return []  # text is held back: part of a character or of a possible stop string
         return [self._completion([self._choice(place, update, is_first)])]
 
-    def empty(self) -> Json:
+    def _empty(self) -> Json:
         return self._completion([])
 
     def _completion(self, choices: list[Json]) -> Json:

@@ -7,7 +7,8 @@ from msgspec import Raw
 
 from penstock.engine.front.results import embedding_of
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.server.answers import Json, gather, usage
+from penstock.engine.server.answer_writer import Json
+from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
 from penstock.engine.server.requests import EmbeddingRequest
@@ -32,7 +33,8 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Json:
         prompts = await to_ids("input", inputs, service, request, num_answered=0)
         service.generate(call, request, prompts, _PARAMS, pooling=pooling)
     for answer in call.answers:
-        await gather(service, answer)
+        async for updates in answer:
+            service.seen(answer, updates)
     vectors = await in_thread_if(
         size * len(inputs) > INLINE_FLOATS, lambda: [_vector(answer.embedding, request) for answer in call.answers]
     )

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
-from penstock.engine.server.answers import DONE
 from penstock.engine.server.call import Call
-from penstock.engine.server.service import REFUSALS, Service, as_http_error
+from penstock.engine.server.service import Service
 
 Reply = msgspec.Struct | dict[str, Any] | msgspec.Raw | AsyncGenerator[bytes, None]
 Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
@@ -87,7 +86,7 @@ def _report(call: Call) -> dict[str, str]:
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:
-    """Send a stream. Its status is sent before the first token, so a later failure is sent as an event and an end mark.
+    """Send a stream. Its status is sent before the first token, so a later failure is one of its events.
 
     For a router, the status is sent with the first token: only then the number of cached tokens is known, and an
     earlier failure gets an error status, after which the router retries on another engine.
@@ -96,14 +95,10 @@ async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Ca
         first = await anext(events, b"") if call.reports else b""
         headers = [*_EVENTS, *((name.encode(), value.encode()) for name, value in _report(call).items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            if first:
-                await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except REFUSALS as error:
-            body = b"data: " + as_http_error(error, call).body() + b"\n\n" + DONE
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        if first:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec import Raw
 
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server import answers, completions
+from penstock.engine.server import answer_writer, completions
 from penstock.engine.server.embeddings import _vector
 from penstock.engine.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.engine.server.requests import EmbeddingRequest
@@ -88,7 +88,7 @@ def test_many_logprobs_of_a_stream_are_formatted_aside(
         return completion_logprobs(*arguments)
 
     monkeypatch.setattr(completions, "completion_logprobs", noting)
-    monkeypatch.setattr(answers, "LONG_ANSWER", 0 if "max_tokens" in fields else 3)
+    monkeypatch.setattr(answer_writer, "LONG_ANSWER", 0 if "max_tokens" in fields else 3)
     server.complete("abcdef", stream=True, logprobs=1, **({"max_tokens": 1} | fields))
     assert threads != [] and server.call(threading.current_thread) not in threads
 
