@@ -125,9 +125,9 @@ class CpuLayers:
 
 
 def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
-    """Return all layers as one callable; None unless C computes all of their products, with inputs in stored order."""
+    """Return all layers as one callable; None unless C computes all of their products."""
     linears = [linear for layer in layers for linear in (*layer.linears, *(layer.delta or ())[:1])]
-    are_in_c = all(linear.product is not None and linear.product.is_in_order for linear in linears)
+    are_in_c = all(linear.product is not None for linear in linears)
     if not layers or not isinstance(ops, CpuOps) or not are_in_c:
         return None
     assert sizes.scale > 0

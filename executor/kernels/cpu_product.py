@@ -24,7 +24,6 @@ from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
 CHUNK = 32  # neighbours along the depth that share one scale in C
-Orders = list[tuple[Tensor | None, Any]]  # an order of the inputs, and the struct penstock_part[] that uses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +56,22 @@ class CpuProduct:
         self.bias = None if bias is None else bias.float().contiguous()
         self.weights = [_pack(weight, self._cpu.level) for weight in weights]
         self._width = sum(weight.shape[0] for weight in weights)
-        self._orders = self._structs()
+        self._parts = _csrc.ffi.new("struct penstock_part[]", self._describe(0, -1))  # for all rows of an input
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._orders)
+        return self._multiply(x, self._parts)
 
     @staticmethod
     def each(products: "Sequence[CpuProduct]", counts: Sequence[int], x: Tensor) -> Tensor:
         """Multiply the first counts[0] rows by products[0], the next counts[1] by products[1], and so on, with the same
-        bits as separate calls. Unless a product reorders its inputs, this is one C call over all threads.
+        bits as separate calls. This is one C call over all threads.
 
         The structs are built anew, because an expert that moved to this rank may have replaced the tensors.
         """
         starts = [sum(counts[:index]) for index in range(len(counts))]
-        if all(product.is_in_order for product in products):
-            described = zip(products, starts, counts, strict=True)
-            parts = [part for one, start, count in described for _, own in one._describe(start, count) for part in own]
-            return products[0]._multiply(x, [(None, _csrc.ffi.new("struct penstock_part[]", parts))])
-        shared_out = zip(products, x.split(list(counts)), strict=True)
-        return torch.cat([product._multiply(rows, product._structs()) for product, rows in shared_out])
+        described = zip(products, starts, counts, strict=True)
+        parts = [part for one, start, count in described for part in one._describe(start, count)]
+        return products[0]._multiply(x, _csrc.ffi.new("struct penstock_part[]", parts))
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return rows [T] of the single weight as [T, in], dequantized and rounded to the dtype."""
@@ -95,52 +91,36 @@ class CpuProduct:
         assert not failed, "a number that none of the rows has"
         return out.to(self._dtype)
 
-    @property
-    def is_in_order(self) -> bool:
-        """True if one C call computes the product, because no weight reorders its inputs."""
-        return all(order is None for order, _ in self._orders)
-
     def describe(self, projection: Any) -> None:
         """Fill in a struct penstock_projection."""
-        ((_, projection.parts),) = self._orders
-        projection.num_parts, projection.depth, projection.width = len(self.weights), self._depth, self._width
+        projection.parts, projection.num_parts = self._parts, len(self.weights)
+        projection.depth, projection.width = self._depth, self._width
 
-    def _structs(self) -> Orders:
-        """Return the structs of the weights, for all rows of an input."""
-        return [(order, _csrc.ffi.new("struct penstock_part[]", parts)) for order, parts in self._describe(0, -1)]
-
-    def _describe(self, first_row: int, num_rows: int) -> list[tuple[Tensor | None, list[tuple[int, ...]]]]:
-        """Return the fields of a struct penstock_part for each weight, grouped by the order of the inputs."""
-        column, found = 0, list[tuple[Tensor | None, list[tuple[int, ...]]]]()
+    def _describe(self, first_row: int, num_rows: int) -> list[tuple[int, ...]]:
+        """Return the fields of a struct penstock_part for each weight."""
+        column, parts = 0, list[tuple[int, ...]]()
         for weight in self.weights:
             assert isinstance(weight.format, Panels)
-            kind, order = weight.format.type, weight.order
+            kind = weight.format.type
             number = _lib.PENSTOCK_NUMBERS if kind is None else kind.number
             bias = 0 if self.bias is None else self.bias[column:].data_ptr()
-            part = number, weight.codes.data_ptr(), bias, column, weight.shape[0], first_row, num_rows
-            same = [parts for before, parts in found if _is_same(before, order)]
-            if same:
-                same[0].append(part)
-            else:
-                found.append((order, [part]))
+            parts.append((number, weight.codes.data_ptr(), bias, column, weight.shape[0], first_row, num_rows))
             column += weight.shape[0]
-        return found
+        return parts
 
-    def _multiply(self, x: Tensor, orders: Orders) -> Tensor:
+    def _multiply(self, x: Tensor, parts: Any) -> Tensor:
         assert x.dtype is self._dtype and x.shape[1] == self._depth
         rows = len(x)
         y = torch.empty((rows, self._width), dtype=self._dtype)
-        for order, parts in orders:
-            given = x if order is None else x.index_select(1, order)
-            stride, element = given.stride()
-            if element != 1 or stride % _elements_per_word(self._dtype):
-                given = given.contiguous()
-                stride = self._depth
-            size = _lib.penstock_product_scratch(len(parts), parts, rows, self._depth)
-            scratch = torch.empty(size, dtype=torch.uint8)
-            product = *addresses(given, scratch, y), parts, len(parts), stride, rows, self._depth, self._width
-            if _lib.penstock_product(self._cpu, [product]):
-                raise MemoryError
+        stride, element = x.stride()
+        if element != 1 or stride % _elements_per_word(self._dtype):
+            x = x.contiguous()
+            stride = self._depth
+        size = _lib.penstock_product_scratch(len(parts), parts, rows, self._depth)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        product = *addresses(x, scratch, y), parts, len(parts), stride, rows, self._depth, self._width
+        if _lib.penstock_product(self._cpu, [product]):
+            raise MemoryError
         return y
 
 
@@ -180,7 +160,7 @@ def _pack(weight: Weight, level: int) -> Weight:
         return Weight(Panels(None, width, depth), _pack_numbers(weight.codes, _lib.penstock_cpu_columns(level)))
     kind, weight = found
     panels = pack_codes(kind, weight, _lib.penstock_coded_columns(level))
-    return Weight(Panels(kind, width, depth), panels, order=weight.order)
+    return Weight(Panels(kind, width, depth), panels)
 
 
 def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
@@ -216,7 +196,3 @@ def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
 
 def _elements_per_word(dtype: torch.dtype) -> int:
     return 2 if dtype is torch.bfloat16 else 1
-
-
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)

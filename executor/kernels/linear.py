@@ -71,7 +71,7 @@ class Linear:
         (weight,) = self.weights
         if weight.is_numbers:
             return weight.codes.index_select(0, indices)
-        assert isinstance(weight.format, Packed) and weight.scales is not None and weight.order is None
+        assert isinstance(weight.format, Packed) and weight.scales is not None
         indices = indices.long()
         scales, zeros = (None if part is None else part.index_select(1, indices) for part in weight[2:4])
         codes = weight.codes.view(torch.uint8).index_select(0, indices).view(weight.codes.dtype)
@@ -185,7 +185,7 @@ class LinearMaker:
 
     def _as_codes(self, part: Weight) -> Weight | None:
         """Return the quantized weight in a format that the device computes with; None if it must be dequantized."""
-        if part.is_numbers or isinstance(part.format, Blocks):
+        if not isinstance(part.format, Groups | Ggml):
             return None
         if self._kept == "all":
             return part if code_type(part) is not None else None
@@ -211,9 +211,7 @@ def _kind_of(weight: Weight) -> tuple[object, ...]:
     """Return a key that is equal for quantized weights that can be joined into one."""
     if isinstance(weight.format, Ggml):
         return (Ggml,)
-    dtypes = [None if part is None else part.dtype for part in weight[1:4]]
-    order = None if weight.order is None else weight.order.numpy().tobytes()
-    return weight.format, group_of(weight), *dtypes, order
+    return weight.format, group_of(weight), *(None if part is None else part.dtype for part in weight[1:4])
 
 
 def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
@@ -233,8 +231,7 @@ def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
 
     scales = turned([weight.scales for weight in weights if weight.scales is not None])
     zeros = turned([weight.zeros for weight in weights if weight.zeros is not None])
-    order = None if first.order is None else first.order.to(device, torch.int32)
-    return Weight(Packed(first.format.bits, half), codes, scales, zeros, order)
+    return Weight(Packed(first.format.bits, half), codes, scales, zeros)
 
 
 def _pack_mxfp4(weights: Sequence[Weight], device: torch.device) -> Weight:

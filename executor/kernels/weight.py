@@ -1,7 +1,7 @@
 """The weight of a linear layer, in the same type for checkpoint readers, for slicing by rank and for kernels.
 
 A `Weight` holds unquantized numbers, or codes with the scales and zeros that dequantize them; its `format` defines the
-layout. Checkpoints store `Numbers`, `Blocks`, `Groups` or `Ggml`, which can be sliced and dequantized. For kernels,
+layout. Checkpoints store `Numbers`, `Blocks`, `Groups`, `Shuffled` or `Ggml`, which can be sliced and dequantized. For kernels,
 weights are packed once as `Packed` or `Mxfp4` (linear.py) or `Panels` (cpu_product.py), except numbers and blocks.
 """
 
@@ -43,7 +43,7 @@ class Format:
         return rows
 
     def rows(self, weight: "Weight", first: int, end: int, device: torch.device) -> Tensor:
-        """Return these rows as float32, with the columns in the order of the codes."""
+        """Return these rows as float32."""
         raise NotImplementedError
 
 
@@ -52,7 +52,6 @@ class Weight(NamedTuple):
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
-    order: Tensor | None = None  # int64 [columns]: index of the input for each column; None: in order
     name: str = ""
 
     @property
@@ -91,27 +90,23 @@ class Weight(NamedTuple):
         at_once = max(VALUES_AT_ONCE // columns, 1)
         for start in range(0, rows, at_once):
             end = min(start + at_once, rows)
-            values = self.format.rows(self, start, end, device)
-            if self.order is None:
-                out[start:end] = values
-            else:
-                out[start:end].index_copy_(1, self.order.to(device), values.to(dtype))
+            out[start:end] = self.format.rows(self, start, end, device)
         return out
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in self[1:5] if tensor is not None]
+        return [tensor for tensor in self[1:4] if tensor is not None]
 
     def like(self, tensors: Iterable[Tensor]) -> "Weight":
         """Return a weight of the same format with other `tensors()`."""
         given = iter(tensors)
-        codes, scales, zeros, order = (None if part is None else next(given) for part in self[1:5])
+        codes, scales, zeros = (None if part is None else next(given) for part in self[1:4])
         assert codes is not None
-        return Weight(self.format, codes, scales, zeros, order, self.name)
+        return Weight(self.format, codes, scales, zeros, self.name)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """A key that is equal for weights that can be stacked."""
-        return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:5])
+        return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:4])
 
     def error(self, row: int) -> ExecutorError:
         kind = self.format.type.name if isinstance(self.format, Ggml) else "its codes"
@@ -182,8 +177,6 @@ class Groups(Format):
         columns = weight.shape[1]
         if dim == 0 or (start, end) == (0, columns):
             return start, end
-        if weight.order is not None:
-            return 0, columns
         group = group_of(weight)
         if group == columns or math.gcd(group, start, end - start) >= LEAST_GROUP:
             return start, end
@@ -211,6 +204,28 @@ class Groups(Format):
         assert weight.scales is not None
         zeros = None if weight.zeros is None else weight.zeros[first:end].to(device)
         return scaled(weight.codes[first:end].to(device), weight.scales[first:end].to(device), zeros, self.bits)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shuffled(Format):
+    """Codes like those of `Groups`, but the inputs of a group are not neighbours (GPTQ with act-order). No kernel reads
+    this format: such weights are dequantized at load time."""
+
+    bits: int
+    group_of_input: Tensor  # int64 [columns]
+
+    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:
+        return (start, end) if dim == 0 else (0, weight.shape[1])
+
+    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        assert dim == 0
+        return weight.like(tensor.narrow(0, start, size) for tensor in weight.tensors())
+
+    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
+        by = self.group_of_input
+        codes, scales, zeros = (None if part is None else part[first:end] for part in weight[1:4])
+        assert codes is not None and scales is not None
+        return scaled(codes, scales[:, by], None if zeros is None else zeros[:, by], self.bits).to(device)
 
 
 def group_of(weight: Weight) -> int:
@@ -282,8 +297,8 @@ def as_groups(weight: Weight) -> Weight:
 @dataclass(frozen=True, slots=True)
 class Packed(Format):
     """`Groups` in the layout of the Triton kernels, [N, K] or for several experts [S, N, K]: uint8 [..., N, K · bits /
-    8] or float8_e4m3fn, with scales and zeros [..., K / group, N] and the order int32 [..., K]. A byte holds two
-    four-bit codes whose inputs are `half` apart, so that one load serves two products."""
+    8] or float8_e4m3fn, with scales and zeros [..., K / group, N]. A byte holds two four-bit codes whose inputs are
+    `half` apart, so that one load serves two products."""
 
     bits: int
     half: int

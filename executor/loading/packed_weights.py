@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.weight import EIGHT_BITS, Groups, Weight, group_of
+from penstock.executor.kernels.weight import EIGHT_BITS, Groups, Shuffled, Weight, group_of
 from penstock.executor.loading.quantization import Scheme
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.protocol import ExecutorError
@@ -96,7 +96,7 @@ class PackedCheckpoint:
         middle = 1 << scheme.bits - 1
         if scheme.is_symmetric and part.zeros is not None and bool((part.zeros == middle).all()):
             part = part._replace(zeros=None)
-        return part if g_idx is None else self._ordered(part, f"{module}.{g_idx}")
+        return part if g_idx is None else self._grouped(part, scheme.bits, f"{module}.{g_idx}")
 
     def _awq(self, module: str, rows: int, columns: int) -> tuple[Weight, Scheme, None]:
         scheme, groups = self._schemes[0], self._groups(module, columns)
@@ -170,8 +170,8 @@ class PackedCheckpoint:
             )
         return 1 if size == -1 else columns // size
 
-    def _ordered(self, part: Weight, name: str) -> Weight:
-        """Sort the columns by group, so that the columns of a group are neighbours."""
+    def _grouped(self, part: Weight, bits: int, name: str) -> Weight:
+        """Return the weight with the groups that the tensor `name` gives to its inputs."""
         columns, group = part.shape[1], group_of(part)
         groups = columns // group
         g_idx = self._get(name, ("I32", "I64"), (columns,)).long()
@@ -184,11 +184,8 @@ class PackedCheckpoint:
         if (counts != group).any():
             odd = int((counts != group).nonzero()[0, 0])
             raise self._error(name, f"group {odd} with inputs", int(counts[odd]), f"{group} of each")
-        order = g_idx.argsort(stable=True)
-        if torch.equal(order, torch.arange(columns)):
-            return part
-        codes = part.codes.view(torch.uint8).index_select(1, order).view(part.codes.dtype)
-        return part._replace(codes=codes, order=order)
+        are_neighbours = torch.equal(g_idx, torch.arange(columns) // group)
+        return part if are_neighbours else part._replace(format=Shuffled(bits, g_idx))
 
     def _has(self, name: str) -> bool:
         return name in self._folder.names()

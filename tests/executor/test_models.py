@@ -72,10 +72,10 @@ def stored_rows() -> Iterator[Row]:
             yield Row(f"gguf/{name}", "gpu", 8, 1, CODES)
         else:
             yield Row(f"gguf/{name}", "cpu", 20)
-    for name in packed_models.CASES:  # the scales of gptq-v2 have 32 bits that no 16 can hold
-        kept = (BYTES, "float32") if "floats" in name else (NUMBERS if name == "gptq-v2" else CODES, "auto")
-        yield Row(name, "cpu", 12, 1, *kept)
-        yield Row(name, "gpu", 12, 1, CODES)
+    for name, coded in packed_models.CASES.items():
+        kept = NUMBERS if coded.is_ordered else CODES
+        yield Row(name, "cpu", 12, 1, *((BYTES, "float32") if "floats" in name else (kept, "auto")))
+        yield Row(name, "gpu", 12, 1, kept)
     for name in packed_models.BLOCKS:
         yield Row(f"blocks/{name}", "cpu", 12, 1, BYTES)
     yield Row("mxfp4/gpt-oss", "cpu", 16, 1, CODES, "auto")
@@ -83,7 +83,7 @@ def stored_rows() -> Iterator[Row]:
     yield Row("mxfp4/gpt-oss", "gpu of experts", 16, 1, CODES, "auto")
     yield Row("awq-32", "ranks", 12, 2, CODES, "auto")
     yield Row("packed-8", "ranks", 12, 2, CODES, "auto")
-    yield Row("gptq-ordered", "ranks", 12, 2, NUMBERS, "auto")  # inputs that are out of order are cut as numbers
+    yield Row("gptq-ordered", "ranks", 12, 2, NUMBERS, "auto")
     yield Row("packed-experts", "ranks", 12, 2, CODES, "auto", True)
     yield Row("blocks/qwen3", "ranks", 12, 2, BYTES)
     yield Row("blocks/deepseek-v3", "ranks", 12, 2, BYTES, "float32", True)
@@ -122,7 +122,7 @@ def opened(row: Row, request: pytest.FixtureRequest) -> Iterator[Any]:
         patch.setattr("penstock.executor.models.load._kept_codes", lambda *_: "MXFP4")
     executor = executor_of(path, dtype=row.dtype)
     if row.way.startswith("gpu"):
-        assert not {NUMBERS, BYTES} & executor.info.memory.keys()
+        assert {NUMBERS, BYTES} & executor.info.memory.keys() == {NUMBERS} & {row.kept}
         assert all(layer.is_fused for layer in executor._rank._loaded.model.experts)
     elif row.kept is not None:
         assert executor.info.dtype == "float32"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels.cpu_product import CpuProduct, code_type
 from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
-from penstock.executor.kernels.weight import BLOCKS, Groups, Weight, group_of
+from penstock.executor.kernels.weight import BLOCKS, Groups, Shuffled, Weight, group_of
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.models.weights import Matrix, Weights
@@ -43,7 +43,7 @@ def test_every_weight_is_the_numbers_that_were_packed(name: str) -> None:
             assert torch.equal(part.dequantize(CPU, torch.float32), expected)
             assert torch.equal(part.narrow(0, 3, 5).dequantize(CPU, torch.bfloat16), expected[3:8].bfloat16())
             assert (part.zeros is None) is (CASES[name].is_symmetric)
-            assert (part.order is None) is (not CASES[name].is_ordered)
+            assert isinstance(part.format, Shuffled) is CASES[name].is_ordered
         else:
             assert isinstance(part, torch.Tensor) and torch.equal(part.float(), expected)
     assert packed >= 13
@@ -58,7 +58,8 @@ def test_a_part_cut_within_groups_has_the_numbers_of_the_whole() -> None:
         part = whole.narrow(1, start, size)
         assert group_of(part) == group
         assert torch.equal(part.dequantize(CPU, torch.float32), numbers[:, start : start + size])
-    for part, start, size in ((whole, 8, 16), (whole._replace(order=torch.arange(256)), 0, 128)):
+    shuffled = whole._replace(format=Shuffled(4, torch.arange(256) // 128))
+    for part, start, size in ((whole, 8, 16), (shuffled, 0, 128)):
         cut = part.narrow(1, start, size)
         assert cut.is_numbers and torch.equal(cut.codes, numbers[:, start : start + size])
     channel = whole._replace(scales=scales[:, :1], zeros=None).narrow(1, 7, 30)
@@ -98,7 +99,9 @@ def test_rows_that_alternate_between_kinds_are_sorted_as_codes(kind: str, is_gpu
     order = torch.cat([is_first.nonzero(), (~is_first).nonzero()]).flatten()
     x = torch.eye(columns) if is_gpu else random(3, columns, seed=2)  # sums of torch may depend on the column
     assert torch.equal(layers[1](x), layers[0](x)[:, order])
-    assert dequantized[0] == dequantized[1] and (dequantized[0] == 0 or not is_gpu)
+    is_shuffled = isinstance(stored.format, Shuffled)
+    assert dequantized[0] == dequantized[1] and (dequantized[0] == 0 or not is_gpu or is_shuffled)
+    assert dequantized[0] > 0 or not is_shuffled
 
 
 def test_rows_that_break_up_blocks_of_eight_bits_are_sorted_as_numbers() -> None:
@@ -122,13 +125,12 @@ def test_codes_in_panels_of_a_cpu_stand_for_the_same_numbers() -> None:
 
 @needs_codes
 def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
-    """Columns in order, out of order, numbers; also when another's tensors have taken the place of a layer's own."""
-    made = [quantize(torch.randn(24, 128), CASES["gptq-ordered"], seed) for seed in (0, 1)]
+    """Codes and numbers; also when another's tensors have taken the place of a layer's own."""
+    made = [quantize(torch.randn(24, 128), CASES["gptq"], seed) for seed in (0, 1)]
     layers: list[Linear] = [make_linear(made[0].numbers, None, torch_ops)]
     numbers, parts = [made[0].numbers], []
-    for one, order in ((made[0], None), (made[1], made[1].g_idx.argsort(stable=True))):
-        codes = one.codes if order is None else one.codes[:, order]
-        part = Weight(Groups(4), codes, one.scales, order=order)
+    for one in made:
+        part = Weight(Groups(4), one.codes, one.scales)
         parts.append(part)
         product = CpuProduct([part], torch.float32)
         layers.append(Linear(product.weights, None, torch_ops, product))
@@ -139,11 +141,11 @@ def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
             part @ weight.t() for part, weight in zip(x.split(3), [*numbers[first:], *numbers[:first]], strict=True)
         ]
         torch.testing.assert_close(multiply_each(picked, [3, 3, 3], x), torch.cat(expected), rtol=1e-3, atol=1e-3)
-    ordered, other = layers[2], CpuProduct(parts[:1], torch.float32)
-    for tensor, new in zip(ordered.tensors(), [other.weights[0].codes, torch.arange(128)], strict=True):
-        tensor.set_(new.clone())  # type: ignore[call-overload]
+    moved, other = layers[2], CpuProduct(parts[:1], torch.float32)
+    (tensor,) = moved.tensors()
+    tensor.set_(other.weights[0].codes.clone())  # type: ignore[call-overload]
     x = torch.randn(3, 128)
-    torch.testing.assert_close(multiply_each([ordered], [3], x), other(x))
+    torch.testing.assert_close(multiply_each([moved], [3], x), other(x))
 
 
 def test_several_schemes_in_one_file_go_by_the_tensors_shapes(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_an_export_writes_the_numbers(name: str, tmp_path: Path) -> None:
 
 
 def test_computing_codes_is_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, _ = folders("gptq-ordered")
+    narrow, _ = folders("gptq")
     widened = executor_of(narrow).info.fingerprint
     compute_codes_as_a_gpu(monkeypatch)
     assert executor_of(narrow).info.fingerprint != widened

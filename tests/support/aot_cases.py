@@ -182,13 +182,11 @@ def codes(
     bits: int,
     group: int,
     below: torch.dtype | None,
-    ordered: bool = False,
 ) -> Weight:
     """bits 0: numbers of eight bits."""
     values = torch.empty(*slots, width, depth * (bits or 8) // 8, dtype=torch.uint8 if bits else FP8)
     scales = torch.empty(*slots, depth // group, width, dtype=F16)
-    order = torch.empty(*slots, depth, dtype=torch.int32) if ordered else None
-    return Weight(Packed(bits or 8, 64), values, scales, None if below is None else scales.to(below), order)
+    return Weight(Packed(bits or 8, 64), values, scales, None if below is None else scales.to(below))
 
 
 def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bits: int = 4) -> None:

@@ -47,7 +47,6 @@ class ProductSpec(NamedTuple):
     x_stride: int
     is_whole: bool  # no tile and no step reaches beyond the weight's rows and columns
     has_zeros: bool
-    is_reordered: bool
     is_biased: bool
     activation: Activation | None  # None: there is no gate
     is_sorted: bool  # the rows of a tile are entries of one expert
@@ -82,14 +81,13 @@ def multiply(
     activation: the weight has the rows of a gate, then those of an up projection. order: the weight is a stack of
     experts, and y has a row for each entry. like: its dtype is the one that y is rounded to before it is quantized.
     """
-    (values, x_scales), (out, y_scales), (_, codes, scales, zeros, inputs, *_) = x, y, weight
+    (values, x_scales), (out, y_scales), (_, codes, scales, zeros, *_) = x, y, weight
     *_, rows, depth = weight.shape
     width, step = rows if activation is None else rows // 2, depth_step(values.element_size())
     spec = ProductSpec(
         *(width, rows, depth, step, step, values.stride(0)),
         is_whole=width % tile.columns == 0,
         has_zeros=zeros is not None,
-        is_reordered=inputs is not None,
         is_biased=bias is not None,
         activation=activation,
         is_sorted=order is not None,
@@ -110,7 +108,7 @@ def multiply(
         grid = across, len(order.tiles), 1
     if 0 in grid:
         return
-    optional = x_scales, scales, zeros, inputs, bias, like, y_scales
+    optional = x_scales, scales, zeros, bias, like, y_scales
     _multiply[grid](
         *(values, codes, *(codes if tensor is None else tensor for tensor in optional), out),
         *((codes, codes) if order is None else order),
@@ -146,7 +144,6 @@ def _multiply(
     x_scales_ptr,
     scales_ptr,
     zeros_ptr,
-    inputs_ptr,
     bias_ptr,
     like_ptr,
     y_scales_ptr,
@@ -183,10 +180,10 @@ def _multiply(
         is_row = entry < rows
     row = entry // SPEC.entries_per_row
     x = x_ptr + row.to(tl.int64) * SPEC.x_stride, x_scales_ptr + row, x_scales_stride, is_row
-    weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, inputs_ptr, bias_ptr), slot, across * COLUMNS, SPEC)
+    weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, bias_ptr), slot, across * COLUMNS, SPEC)
     column = across * COLUMNS + tl.arange(0, COLUMNS)
     acc, up = _sum_splits(x, weight, column, split, SPEC)
-    acc = _finish(acc, up, weight[4] + column, column < SPEC.width, SPEC)
+    acc = _finish(acc, up, weight[3] + column, column < SPEC.width, SPEC)
     y_ptrs = y_ptr + (split.to(tl.int64) * rows + entry)[:, None] * SPEC.width + column[None, :]
     if SPEC.quantizes:  # the columns of a tile are one quantization group
         values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
@@ -199,13 +196,13 @@ def _multiply(
 @triton.jit
 def _weight_of_tile(weight, slot, first, SPEC: tl.constexpr):
     """Return the pointers to one expert's weight and bias; those to scales of "blocks" begin at the column `first`."""
-    weight_ptr, scales_ptr, zeros_ptr, inputs_ptr, bias_ptr = weight
+    weight_ptr, scales_ptr, zeros_ptr, bias_ptr = weight
     weight_ptr += slot * (SPEC.rows * (SPEC.depth // SPEC.per_byte))
     scales_ptr += slot * SPEC.slot_scales
     zeros_ptr += slot * SPEC.slot_scales
     if SPEC.kind == "blocks":  # the tile's columns lie in one block
         scales_ptr += first // GROUP * SPEC.scales_stride
-    return weight_ptr, scales_ptr, zeros_ptr, inputs_ptr + slot * SPEC.depth, bias_ptr + slot * SPEC.rows
+    return weight_ptr, scales_ptr, zeros_ptr, bias_ptr + slot * SPEC.rows
 
 
 @triton.jit
@@ -273,11 +270,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         if AHEAD:
             scales = load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
         for half in tl.static_range(PER_BYTE):
-            if SPEC.is_reordered:
-                place = tl.load(weight[3] + start + half * SPEC.half + first)
-                rows = tl.load(row_ptrs[:, None] + place[None, :], mask=is_x, other=0.0)
-            else:
-                rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
+            rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
             acc = _add_product(acc, rows, x_scale, codes, half, weight, current, start, column, 0, AHEAD, SPEC)
             if SPEC.activation is not None:
                 up = _add_product(

@@ -168,7 +168,7 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize("kind", [*KINDS[:2], KINDS[5]])
-def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None, bool]) -> None:
+def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None]) -> None:
     weight = moved(pack([grouped(72, 384, kind)], CPU), device)
     x = random(150, 384, dtype=torch.bfloat16).to(device)
     alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))

@@ -27,7 +27,7 @@ from tests.support.twins import experts as experts_twin
 from tests.support.twins.experts import fused_experts
 
 Tensor = torch.Tensor
-Kind = tuple[int, int, str | None, bool]  # as in test_triton_packed.py
+Kind = tuple[int, int, str | None]  # as in test_triton_packed.py
 CPU = torch.device("cpu")
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
 

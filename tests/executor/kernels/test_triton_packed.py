@@ -15,21 +15,21 @@ from tests.support.twins import torch_ops
 
 CPU = torch.device("cpu")
 Tensor = torch.Tensor
-# bits (0: floats of eight bits), group, what is below, whether inputs are in another order
+# bits (0: floats of eight bits), group, what is below
 KINDS = [
-    (4, 32, None, False),
-    (4, 64, "zeros", True),
-    (4, 128, "zeros", False),
-    (4, 32, "minima", False),
-    (4, 384, None, True),
-    (8, 16, None, False),
-    (8, 128, "zeros", False),
-    (0, 384, None, False),
+    (4, 32, None),
+    (4, 64, "zeros"),
+    (4, 128, "zeros"),
+    (4, 32, "minima"),
+    (4, 384, None),
+    (8, 16, None),
+    (8, 128, "zeros"),
+    (0, 384, None),
 ]
 
 
-def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], seed: int = 0) -> Weight:
-    bits, group, below, is_ordered = kind
+def grouped(rows: int, columns: int, kind: tuple[int, int, str | None], seed: int = 0) -> Weight:
+    bits, group, below = kind
     made = torch.Generator().manual_seed(seed)
     groups = columns // group
     if bits:
@@ -42,8 +42,7 @@ def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], se
         under = torch.randint(1 << bits, (rows, groups), generator=made, dtype=torch.uint8)
     elif below == "minima":
         under = torch.randn(rows, groups, generator=made).half()
-    order = torch.randperm(columns, generator=made.manual_seed(seed)) if is_ordered else None
-    return Weight(Groups(bits or 8), codes, scales, under, order, "a weight")
+    return Weight(Groups(bits or 8), codes, scales, under, "a weight")
 
 
 def moved(weight: Weight, device: torch.device) -> Weight:
@@ -58,19 +57,18 @@ def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None, bool]) -> None:
+def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None]) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
     expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
     packed = pack(parts, CPU)
     assert torch.equal(twin.widen(packed), expected)
     assert packed.shape == (64, 384)
-    if not kind[3]:
-        rows = torch.tensor([3, 63, 3])
-        assert torch.equal(Linear([packed], None, torch_ops).rows(rows, torch.float32), expected[rows])
+    rows = torch.tensor([3, 63, 3])
+    assert torch.equal(Linear([packed], None, torch_ops).rows(rows, torch.float32), expected[rows])
 
 
 @matrix("kind, rows", KINDS, (1, 20), hardest=[(KINDS[1], 1), (KINDS[3], 20), (KINDS[7], 20)])
-def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], rows: int) -> None:
+def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None], rows: int) -> None:
     """200 columns: the last tile has few."""
     weight, x = pack([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
     actual = linear_products.linear(x.to(device), moved(weight, device))

@@ -12,8 +12,7 @@ def widen(weight: Weight) -> Tensor:
         return widen_mxfp4(*weight.tensors())
     if weight.codes.dim() == 3:
         return torch.stack([widen(weight.like(parts)) for parts in zip(*weight.tensors(), strict=True)])
-    order = None if weight.order is None else weight.order.long()
-    return weight._replace(order=order).dequantize(weight.codes.device, torch.float32)
+    return weight.dequantize(weight.codes.device, torch.float32)
 
 
 def widen_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
