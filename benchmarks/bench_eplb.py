@@ -258,7 +258,16 @@ def figures(runs: dict[str, list[Run]], first: ExpertUpdate | None, steps: int) 
         found |= {f"{name}_p{share}_ms": rounded(float(np.percentile(all_gaps, share))) for share in (50, 99)}
     last = runs["moving"][-1].update
     if last is not None:
-        counted = ("num_rebalances", "num_skipped", "num_aborted", "num_moved", "moved_bytes", "plan_s", "stall_s")
+        counted = (
+            "num_rebalances",
+            "num_reweights",
+            "num_skipped",
+            "num_aborted",
+            "num_moved",
+            "moved_bytes",
+            "plan_s",
+            "stall_s",
+        )
         found |= {name: getattr(last, name) - getattr(first, name, 0) for name in counted}
         found |= {
             "stall_ms_per_step": round(1e3 * found["stall_s"] / (len(runs["still"]) * steps), 3),

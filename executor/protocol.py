@@ -166,7 +166,8 @@ class ExpertUpdate(msgspec.Struct, frozen=True, array_like=True):
     """The balance of expert load over the ranks, and the cost of rebalancing; counters since startup."""
 
     balance: float  # mean rank load / largest rank load, mean over the layers, at the last measurement
-    num_rebalances: int = 0
+    num_rebalances: int = 0  # that moved experts
+    num_reweights: int = 0  # that only changed which share of its expert's tokens each copy gets
     num_skipped: int = 0  # the gain was too small, or the load balanced enough
     num_aborted: int = 0
     num_moved: int = 0  # experts

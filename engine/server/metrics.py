@@ -42,8 +42,9 @@ COUNTERS = {
     "accepted_tokens": ("penstock:spec_accepted_tokens", "Draft tokens that were accepted."),
 }
 EXPERT_COUNTERS = {
-    "num_rebalances": ("rebalances", "Rebalancings carried out."),
-    "num_skipped": ("rebalances_skipped", "Load checks that moved no expert."),
+    "num_rebalances": ("rebalances", "Load checks after which experts were moved."),
+    "num_reweights": ("reweights", "Load checks after which only the shares of an expert's copies were changed."),
+    "num_skipped": ("rebalances_skipped", "Load checks after which nothing was changed."),
     "num_aborted": ("rebalances_aborted", "Rebalancings aborted; the previous placement stays in use."),
     "num_moved": ("moved", "Experts moved."),
     "moved_bytes": ("moved_bytes", "Bytes of experts sent between ranks."),

@@ -116,7 +116,10 @@ class Rebalancer:
                 return False
             self._put_in_place(move, target)
         self._plan = target
-        self._note(num_rebalances=self._update.num_rebalances + 1)
+        if len(moved):
+            self._note(num_rebalances=self._update.num_rebalances + 1)
+        else:
+            self._note(num_reweights=self._update.num_reweights + 1)
         return True
 
     def _start_planning(self) -> threading.Thread | None:

@@ -59,9 +59,12 @@ class Expert:
         return [self._weight]
 
 
-def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
+@pytest.fixture
+def open_rebalancer(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[..., tuple[Rebalancer, list[SimpleNamespace]]]:
+    """Open the first of two ranks whose threads run at once, with its layers."""
+
     class Thread:
         def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
             self._run: Callable[[], object] = lambda: target(*args)
@@ -73,15 +76,22 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
         def is_alive(self) -> bool:
             return False
 
+    def opened(experts_of_slots: list[int], other: Other, **options: Any) -> tuple[Rebalancer, list[SimpleNamespace]]:
+        placed = Plan.of(np.tile(experts_of_slots, (LAYERS, 1)), EXPERTS, 2)
+        slots = [[Expert() for _ in range(placed.slots_per_rank)] for _ in range(LAYERS)]
+        layers = [SimpleNamespace(num_experts=EXPERTS, slots=each, counter=None, replace=Mock()) for each in slots]
+        config = EplbConfig(window=1, interval=1, target=1.0, min_gain_per_gib=0.0, **options)
+        return Rebalancer(config, placed, layers, other, other), layers  # type: ignore[arg-type]
+
     monkeypatch.setattr(rebalance, "threading", SimpleNamespace(Thread=Thread))
-    layers = [
-        SimpleNamespace(num_experts=EXPERTS, slots=[Expert(), Expert()], counter=None, replace=lambda *_: None)
-        for _ in range(LAYERS)
-    ]
+    return opened
+
+
+def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
+    gpu: PretendedGpu, open_rebalancer: Callable[..., Any]
+) -> None:
     other = Other()
-    config = EplbConfig(window=1, interval=1, target=1.0, min_gain_per_gib=0.0)
-    placed = Plan.of(np.tile(np.arange(SLOTS), (LAYERS, 1)), EXPERTS, 2)
-    rebalancer = Rebalancer(config, placed, layers, other, other)  # type: ignore[arg-type]
+    rebalancer, layers = open_rebalancer(list(range(SLOTS)), other)
     loads = [torch.tensor(load).to(GPU) for load in ([9, 9, 1, 1], [1, 9, 1, 9])]
     moved = 0
     for step in range(80):
@@ -93,6 +103,21 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
         update = rebalancer.take_update()
         moved = moved if update is None else update.num_moved
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams
+
+
+def test_a_plan_that_only_changes_the_shares_of_copies_counts_apart_from_moves(
+    open_rebalancer: Callable[..., Any],
+) -> None:
+    rebalancer, layers = open_rebalancer([0, 1, 2, 3, 1, 0], Other(), max_moves=0)
+    for load in ([9, 1, 1, 5], [1, 1, 9, 1]):
+        for _ in range(20):
+            rebalancer.boundary(20)
+            for experts in layers:
+                experts.counter.counts.add_(torch.tensor(load).to(GPU))
+    update = rebalancer.take_update()
+    assert update.num_reweights >= 2 and update.num_skipped > 0, "the shares change with the load alone"
+    assert update.num_rebalances == update.num_moved == update.num_aborted == 0
+    assert all(experts.replace.call_count >= 2 for experts in layers)
 
 
 def test_whatever_goes_wrong_in_the_thread_the_move_has_failed() -> None:
