@@ -29,6 +29,32 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "replica_failures": ("Requests to a replica that failed.", ("replica",)),
     "replica_ejections": ("Times that a replica was ejected after consecutive failures.", ("replica",)),
 }
+# Figures of each placement, as `Placement.metrics` names them; those that end in _total are counters.
+PLACEMENT = {
+    "decisions_total": "Choices of a replica.",
+    "no_match_decisions_total": "Choices for prompts that no replica has the beginning of.",
+    "no_ids_decisions_total": "Choices for prompts whose token ids are unknown, while replicas report blocks of token ids.",
+    "no_prompt_decisions_total": "Choices for requests without a prompt.",
+    "requests_ok_total": "Requests that succeeded at the chosen replica.",
+    "requests_failed_total": "Requests that failed at the chosen replica.",
+    "compared_requests_total": "Answers whose replica reported its cached tokens.",
+    "compared_prompt_tokens_total": "Prompt tokens of the answers whose replica reported its cached tokens.",
+    "predicted_cached_tokens_total": "Cached tokens that were predicted for these answers.",
+    "actual_cached_tokens_total": "Cached tokens that the replicas reported for these answers.",
+    "cached_tokens_error_total": "Sum of the differences between predicted and reported cached tokens, without sign.",
+    "predicted_ttft_seconds_total": "Sum of the predicted times to the first token.",
+    "actual_ttft_seconds_total": "Sum of the measured times to the first token.",
+    "approximate_replicas": "Replicas whose cache contents are estimated, because they report none.",
+    "event_gaps_total": "Missing sequence numbers in the replicas' cache events.",
+    "event_repeats_total": "Repeated frames of the replicas' cache events.",
+    "event_stalls_total": "Times that a stream of cache events was silent for 5 s.",
+    "keys_refused_total": "Reported keys beyond twice the number of the replica's blocks.",
+    "index_facts": "Index entries of blocks that replicas reported.",
+    "index_predictions": "Index entries of blocks that replicas are expected to have.",
+    "index_evictions_total": "Index entries evicted because the table was full.",
+    "index_reserved_bytes": "Memory reserved for the index.",
+    "sessions": "Sessions whose last replica is remembered.",
+}
 PREFIX = "penstock:router_"
 
 
@@ -75,7 +101,7 @@ class RouterMetrics(ProcessMetrics):
         for name, rows in by_name.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             plain = name.removesuffix("_total")
-            yield family(kind, f"{PREFIX}{plain}", "Explained in docs/router.md.", ("model", "role"), rows)
+            yield family(kind, f"{PREFIX}{plain}", PLACEMENT[name], ("model", "role"), rows)
 
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas.values()

@@ -3,9 +3,11 @@
 import json
 import re
 from array import array
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Stats
@@ -19,8 +21,8 @@ NAME = re.compile(r"\b((?:vllm|penstock):\w*_\w*)(…?)")
 
 
 @pytest.fixture(scope="module")
-def exported() -> tuple[set[str], set[str]]:
-    """The metrics of a server with tiers and experts and of a router, by the names that a query has; and all samples."""
+def programs() -> list[list[Metric]]:
+    """The metrics of a server with tiers and experts, and of a router."""
     shares = array("f", [0.5, 0.5]).tobytes()
     tier: dict[str, float] = {"hit_tokens": 1, "used_blocks": 2, "capacity_blocks": 3, "corrupt_reads": 0}
     with running() as server, running_router(server.url) as router:
@@ -28,9 +30,22 @@ def exported() -> tuple[set[str], set[str]]:
         server.engine.stats = Stats(num_blocks=4, tiers={"host": tier, "disk": tier}, experts=experts)
         server.http.get("/health")
         texts = [each.http.get("/metrics").text for each in (server, router)]
-    families = [family for text in texts for family in text_string_to_metric_families(text)]
+    return [list(text_string_to_metric_families(text)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def exported(programs: list[list[Metric]]) -> tuple[set[str], set[str]]:
+    """The metrics by the names that a query has; and all samples."""
+    families = [family for metrics in programs for family in metrics]
     names = {family.name + "_total" * (family.type == "counter") for family in families}
     return names, names | {sample.name for family in families for sample in family.samples}
+
+
+def test_every_metric_says_what_it_means_in_its_own_help_text(programs: list[list[Metric]]) -> None:
+    for metrics in programs:
+        counts = Counter(metric.documentation for metric in metrics)
+        assert [metric.name for metric in metrics if counts[metric.documentation] > 1] == []
+        assert all(metric.documentation and "docs/" not in metric.documentation for metric in metrics)
 
 
 def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[str]]) -> None:
