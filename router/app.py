@@ -17,6 +17,7 @@ from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, OWNER_HEADER, Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.engine.http.hosts import Hosts
 from penstock.engine.http.model_list import model_entry, model_list
 from penstock.router.answer import as_refusal
 from penstock.router.backend import Backend, RouteError
@@ -61,6 +62,7 @@ class RouterApp:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         self._keys = Keys(config.api_keys)
+        self._hosts = Hosts(config.allowed_hosts, config.host, has_keys=bool(config.api_keys))
         self._admin_keys = Keys(config.admin_api_keys)
         self._started_s = int(time.time())
         fleet.on_down = self._move_from
@@ -68,7 +70,7 @@ class RouterApp:
     # Admission.
 
     def admit(self, request: ClientRequest) -> HttpError | None:
-        """Check the key, route, method, drain and load, before the body is read."""
+        """Check host, key, route, method, drain and load, before the body is read."""
         error = self._refusal(request)
         if error is not None:
             self._log(request, error.status)
@@ -76,6 +78,8 @@ class RouterApp:
 
     def _refusal(self, request: ClientRequest) -> HttpError | None:
         path = request.path
+        if (wrong_host := self._hosts.refusal(request.host)) is not None:
+            return wrong_host
         if not path.startswith("/"):
             return HttpError(400, "the request target must begin with '/'")
         if not self._is_allowed(request, path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.engine.http.auth import Keys
+from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
@@ -52,6 +53,7 @@ class RouterConfig:
     api_keys: tuple[str, ...] = flag("require this key from clients; repeat for several", "KEY", default=())
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("API key of the replicas", "KEY")
+    allowed_hosts: tuple[str, ...] = allowed_hosts_flag()
     max_requests: Count = flag("maximum requests in flight per replica", "N", default=512)
     discover: tuple[str, ...] = flag("find replicas: file:PATH or dns:HOST:PORT; repeat for each", "SOURCE", default=())
     access_log: AccessForm = flag("log a line for each request", default="off")
@@ -73,6 +75,7 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     try:
         check(config)
         check_telemetry(config.telemetry, environment)
+        check_allowed_hosts(config.allowed_hosts)
         api_keys = (*config.api_keys, *filter(None, [environment.get(API_KEY_VARIABLE)]))
         admin_api_keys = (*config.admin_api_keys, *filter(None, [environment.get(ADMIN_KEY_VARIABLE)]))
         Keys((*api_keys, *admin_api_keys))  # refuses what cannot be one

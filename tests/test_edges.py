@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.engine.http.auth import OPEN_ROUTES
+from penstock.engine.http.hosts import Hosts
 from penstock.engine.http.limits import Limits
 from penstock.router.routes import OPEN, OWN, PROXIED
 from tests.router.test_edge import SMUGGLING
@@ -35,11 +36,11 @@ class Edge(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None) -> Iterator[Edge]:
+def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None, **settings: Any) -> Iterator[Edge]:
     limits = limits or Limits()
     if kind == "server":
         fields = {name: getattr(limits, name) for name in Limits.__dataclass_fields__}
-        with running(api_keys=tuple(keys), **fields) as server:
+        with running(api_keys=tuple(keys), **fields, **settings) as server:
             routes = sorted(path.replace("{model:path}", "tiny") for path in server.app.templates)
             listener = server.listener
             absent = ("/v1/responses/", "/v1/conversations")
@@ -47,7 +48,7 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None) -
                 server.port, routes, lambda *each: each in OPEN_ROUTES, absent, lambda: len(listener.connections)
             )
     else:
-        with stub() as backend, running_router(backend.url, api_keys=tuple(keys), limits=limits) as router:
+        with stub() as backend, running_router(backend.url, api_keys=tuple(keys), limits=limits, **settings) as router:
             app = router.app
 
             def is_open(method: str, path: str) -> bool:
@@ -70,7 +71,7 @@ def edges(**settings: Any) -> Any:
 keyed, small, hasty = edges(keys=(KEY, OTHER)), edges(limits=SMALL), edges(limits=HASTY)
 
 
-def ask(edge: Edge, method: str, target: str, *headers: str, host: str = "x") -> int:
+def ask(edge: Edge, method: str, target: str, *headers: str, host: str = "localhost") -> int:
     lines = [f"{method} {target} HTTP/1.1", f"host: {host}", "connection: close", *headers]
     with connect(edge.port) as sock:
         sock.sendall("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n")
@@ -154,7 +155,7 @@ def test_a_head_that_two_parsers_could_read_differently_is_refused(small: Edge, 
     assert 400 <= status(answer) <= 505 and b'"error":{"message":' in answer
 
 
-@pytest.mark.parametrize("hosts", ["", "host: x\r\nhost: x\r\n", "Host: x\r\nx-a: b\r\nhost: y\r\n"])
+@pytest.mark.parametrize("hosts", ["", "host: localhost\r\nhost: localhost\r\n", "Host: x\r\nx-a: b\r\nhost: y\r\n"])
 def test_a_request_of_http_1_1_has_exactly_one_host_header(small: Edge, hosts: str) -> None:
     request = f"GET /health HTTP/1.1\r\n{hosts}\r\n".encode()
     answer = exchange(small.port, request)
@@ -172,6 +173,82 @@ def test_errors_from_500_on_have_the_type_of_a_servers_error(small: Edge) -> Non
         assert status(answer) == expected and b'"type":"server_error"' in answer, answer
 
 
+# Hosts: a page that lets its name resolve to this machine sends its own name.
+
+OWN_HOSTS = (
+    *("localhost", "LOCALHOST:8000", "localhost.", "a.localhost"),
+    *("127.0.0.1", "127.0.0.1:", "127.8.9.10:80", "[::1]", "[::1]:8000"),
+)
+FOREIGN_HOSTS = (
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "evil-localhost", "127.0.0.1.evil.example"),
+    *(
+        "10.0.0.1",
+        "0.0.0.0",
+        "[::2]",
+        "[localhost]",
+        "localhost:80:80",
+        "x/localhost",
+        "localhost@evil",
+        "a localhost",
+        "",
+    ),
+)
+
+
+def test_without_a_key_a_loopback_address_answers_under_names_of_this_machine_alone(small: Edge) -> None:
+    for host in OWN_HOSTS:
+        assert ask(small, "GET", "/health", host=host) == 200, host
+    for host in FOREIGN_HOSTS:
+        for method, target in (("GET", "/health"), ("GET", "/v1/models"), ("OPTIONS", "/v1/models"), ("POST", "/x")):
+            assert ask(small, method, target, f"origin: http://{host}", host=host) == 403, (host, method, target)
+    for data in (
+        GET.replace(b"localhost", b"evil.example:8000") + b"connection: close\r\n\r\n",
+        post().replace(b"localhost", b"evil.example:8000"),
+        post(close=False).replace(b"localhost", b"evil.example:8000") + GET + b"connection: close\r\n\r\n",
+    ):
+        answer = exchange(small.port, data)
+        message = (
+            "host: 'evil.example:8000' is not a name of this machine or an allowed one; if clients use this name, "
+        )
+        assert (
+            status(answer) == 403
+            and (message + "start the server with --allowed-hosts evil.example").encode() in answer
+        )
+
+
+@pytest.mark.parametrize("kind", ["server", "router"])
+@pytest.mark.parametrize(
+    ("settings", "answered"),
+    [
+        ({"allowed_hosts": ("LLM.example", "[2001:db8::1]")}, {"llm.example:80", "[2001:db8::1]", "localhost"}),
+        ({"allowed_hosts": ("*",)}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
+        ({"keys": (KEY,)}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
+        ({"keys": (KEY,), "allowed_hosts": ("llm.example",)}, {"llm.example:80", "localhost"}),
+        ({"host": "0.0.0.0"}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
+    ],
+    ids=["listed", "any", "a key", "a key and listed", "every address"],
+)
+def test_the_hosts_that_are_answered_depend_on_the_list_the_key_and_the_address(
+    kind: str, settings: dict[str, Any], answered: set[str]
+) -> None:
+    with serving(kind, **settings) as edge:
+        for host in ("llm.example:80", "[2001:db8::1]", "localhost", "evil.example"):
+            expected = 200 if host in answered else 403
+            assert ask(edge, "GET", "/v1/models", f"authorization: Bearer {KEY}", host=host) == expected, host
+
+
+def test_a_host_name_that_resolves_to_a_loopback_address_is_answered_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian lets the machine's own name resolve to 127.0.1.1."""
+    address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address])
+    hosts = Hosts((), "my-machine", has_keys=False)
+    assert hosts.refusal(b"My-Machine:8000") is None and hosts.refusal(b"localhost") is None
+    assert hosts.refusal(b"evil.example") is not None
+    assert hosts.refusal(None) is None  # HTTP/1.0
+
+
 # Limits.
 
 
@@ -180,7 +257,7 @@ def is_serving(edge: Edge) -> bool:
 
 
 HEAD = post(b"", b"content-length: %d").partition(b"content-length")[0]
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 TRAILERS = HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
 FLOODS = {
     "a value a little too long": GET + b"x: " + b"y" * 5000 + b"\r\n\r\n",
@@ -188,7 +265,7 @@ FLOODS = {
     "one name again and again": GET + b"x: y\r\n" * 200_000,
     "many names": GET + b"".join(b"h%d: y\r\n" % number for number in range(100_000)),
     "an endless name": GET + b"x" * 1_000_000,
-    "a path a little too long": b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a path a little too long": b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "an endless path": b"GET /" + b"a" * 1_000_000,
     "an endless trailer": TRAILERS + b"x: " + b"a" * 1_000_000,
     "many trailers": TRAILERS + b"x: y\r\n" * 200_000,
@@ -254,7 +331,7 @@ def test_a_body_beyond_the_limit_is_answered_413(small: Edge, body: str) -> None
 
 SLOW = {
     "headers": b"GET /health HTTP/1.1\r\nx",
-    "headers of a POST": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n",
+    "headers of a POST": b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n",
     "a body that does not begin": HEAD + b"content-length: 50\r\n\r\n",
     "a body that begins": HEAD + b'content-length: 50\r\n\r\n{"prompt"',
 }

@@ -303,7 +303,7 @@ CLOSURES = {
     }),
     "engine.core.engine_core": (5_500, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
     "engine.server.app": (12_600, {"prove", "engine.commands.bench"}),
-    "router.app": (8_900, {"engine.grammar", "engine.front", "engine.server"}),
+    "router.app": (9_000, {"engine.grammar", "engine.front", "engine.server"}),
 }  # fmt: skip
 LOADED_FILES = """
 import importlib, sys

@@ -1,6 +1,6 @@
 """The ASGI application: the middleware around the routes, and the error responses.
 
-From outside to inside: access log and request counters, CORS, API key, routes. All errors below have the same format.
+From outside to inside: access log and request counters, Host header, CORS, API key, routes. All errors below have the same format.
 """
 
 import logging
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import NO_KEY, Keys, is_open
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
+from penstock.engine.http.hosts import Hosts
 from penstock.engine.server.call import Call
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.routes import routes
@@ -42,6 +43,7 @@ class ServerApp:
         self.kv_events = KvEvents(service)
         self._logged: set[str] = set()  # names of ignored fields
         self._keys = Keys(config.api_keys)
+        self._hosts = Hosts(config.allowed_hosts, config.host, has_keys=bool(config.api_keys))
         self._lines = AccessLog(config.access_log, "engine")
         table = routes(service, self.kv_events)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
@@ -77,7 +79,9 @@ class ServerApp:
             await send(message)
 
         try:
-            await self._inner(scope, receive, send_noting)
+            host = next((value for name, value in scope["headers"] if name == b"host"), None)
+            refusal = self._hosts.refusal(host)
+            await (self._inner if refusal is None else _error(refusal))(scope, receive, send_noting)
         finally:
             route = self._template(scope["path"])
             status = CLIENT_CLOSED if call.is_gone else status

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
+from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
@@ -97,6 +98,7 @@ class ServerConfig:
         read=_origins,
         default=(),
     )
+    allowed_hosts: tuple[str, ...] = allowed_hosts_flag()
     pooling: Pooling = flag("pooling of embeddings", default="last")
     tool_call_parser: str = flag(
         "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
@@ -169,6 +171,7 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     for origin in config.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(f"allowed_origins: {origin!r} is not an origin; write it like https://app.example, or *")
+    check_allowed_hosts(config.allowed_hosts)
     names = [*config.served_model_names, *(module.name for module in config.lora_modules)]
     if unprintable := [name for name in names if not name.isprintable()]:
         raise ValueError(f"served_model_names, lora_modules: {unprintable[0]!r} has control characters")

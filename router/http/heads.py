@@ -5,6 +5,7 @@ parsers of the connections (edge.py, upstream.py) find the headers, and the `of`
 agree. Hop-by-hop headers, headers named by a Connection header and `x-penstock-` headers are removed in both directions.
 """
 
+import re
 from http import HTTPStatus
 
 import msgspec
@@ -29,6 +30,7 @@ REWRITTEN = HOP_BY_HOP | CARRIERS | {b"host", b"content-length", b"content-type"
 STATUS_LINES = {
     status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
 }
+_PLAIN_HOST = re.compile(rb"\r\nhost: ([^\r]*)", re.IGNORECASE)
 
 
 class ClientRequest(msgspec.Struct, gc=False):
@@ -37,6 +39,7 @@ class ClientRequest(msgspec.Struct, gc=False):
     method: bytes
     target: bytes
     path: str  # for matching routes: not decoded, not normalized
+    host: bytes | None  # missing with HTTP/1.0
     lines: bytes  # the header lines to forward
     authorization: list[bytes]  # all values
     content_type: bytes
@@ -54,6 +57,7 @@ class ClientRequest(msgspec.Struct, gc=False):
             method,
             target,
             target.partition(b"?")[0].decode("latin-1"),
+            fields.get(b"host"),
             passing(headers, fields, REWRITTEN),
             [] if CARRIERS.isdisjoint(fields) else bearers(headers),
             fields.get(b"content-type", b""),
@@ -103,11 +107,13 @@ class Heads:
         target_end, begin, size, key, key_end, kind, kind_end, session, session_end = ffi.unpack(found, 9)
         if len(data) - begin > self._max_body_bytes:
             return None
-        target = data[5:target_end]
+        target, host = data[5:target_end], _PLAIN_HOST.search(data, target_end, begin)
+        assert host is not None, "a plain request has one Host header"
         return ClientRequest(
             b"POST",
             target,
             target.partition(b"?")[0].decode("latin-1"),
+            host[1],
             self._written[:size],
             [data[key:key_end]] if key else [],
             data[kind:kind_end],

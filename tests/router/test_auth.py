@@ -21,8 +21,8 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-def ask(router: RunningRouter, method: str, target: str, *headers: str, body: bytes = b"", host: str = "x") -> bytes:
-    lines = [f"{method} {target} HTTP/1.1", f"host: {host}", "connection: close", *headers]
+def ask(router: RunningRouter, method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", "host: localhost", "connection: close", *headers]
     if body:
         lines += ["content-type: application/json", f"content-length: {len(body)}"]
     return exchange(router.port, "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)

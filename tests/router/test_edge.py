@@ -51,7 +51,7 @@ def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: Run
     assert status(exchange(router.port, asked)) == 200
     (seen,) = backend.seen[num_seen:]
     assert seen.body == BODY and not any(b"upgrade" in name or b"http2" in name for name, _ in seen.headers)
-    inner = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
     asked = post(inner, *offer[:2], b"content-length: %d" % len(inner))
     asked = asked.replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
     cut = asked.index(b"Upgrade: h2c") + 4
@@ -96,7 +96,7 @@ def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
 def _read_by_h11(seen: Seen) -> bytes:
     head = b"\r\n".join([seen.line, *(name + b": " + value for name, value in seen.headers)])
     parser = h11.Connection(h11.SERVER)
-    parser.receive_data(head + b"\r\n\r\n" + seen.body + b"GET /next HTTP/1.1\r\nhost: x\r\n\r\n")
+    parser.receive_data(head + b"\r\n\r\n" + seen.body + b"GET /next HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert isinstance(parser.next_event(), h11.Request)
     body = b""
     while isinstance(event := parser.next_event(), h11.Data):
@@ -136,8 +136,8 @@ def test_a_client_that_does_not_read_is_cut(asks_again: bool) -> None:
 
 
 def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router: RunningRouter) -> None:
-    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    last = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     assert exchange(router.port, 1000 * request + last).count(b"HTTP/1.1 200 OK") == 1001
 
 

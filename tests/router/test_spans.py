@@ -79,7 +79,7 @@ def test_a_replica_gets_one_context_which_names_the_attempt(
         body = b'{"prompt":"abc"}'
         lines = [*given, "content-type: application/json", f"content-length: {len(body)}", "x-traceparent: kept"]
         for others in ([], ["keep-alive: 5"]):
-            head = ["POST /v1/completions HTTP/1.1", "host: a", *lines, *others, "", ""]
+            head = ["POST /v1/completions HTTP/1.1", "host: localhost", *lines, *others, "", ""]
             with connect(router.port) as sock:
                 sock.sendall("\r\n".join(head).encode() + body)
                 assert status(sock.recv(4096)) == 200

@@ -33,7 +33,7 @@ def status(answer: bytes) -> int:
 
 
 def post(body: bytes = b'{"prompt":"abc"}', *headers: bytes, close: bool = True) -> bytes:
-    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: localhost", b"content-type: application/json", *headers]
     if close:
         lines.append(b"connection: close")
     if not any(header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers):

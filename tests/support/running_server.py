@@ -73,7 +73,7 @@ class Running:
     def leave(self, num_open: int, **fields: Any) -> None:
         """Ask for a completion, and close the connection when the engine has that many requests open."""
         body = json.dumps({"model": MODEL, "prompt": "abc", **fields}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with self.connect() as sock:
             sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             until(lambda: int(self.call(lambda: len(self.engine.answers))) == num_open)

@@ -20,7 +20,7 @@ from tests.support.running_server import MODEL, Running, running, started, until
 
 LONG = msgspec.structs.replace(INFO, max_model_len=200_000)
 HI = [{"role": "user", "content": "Hi"}]
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 def request(body: bytes, extra: bytes = b"") -> bytes:
@@ -50,7 +50,7 @@ def test_a_header_limit_counts_every_request_of_a_connection_anew(server: Runnin
     padding = b"x: " + b"a" * 20_000 + b"\r\n"
     with server.connect() as sock:
         for _ in range(4):
-            sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + padding + b"\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + padding + b"\r\n")
             assert status(sock.recv(65536)) == 200
 
 
@@ -89,7 +89,7 @@ def test_what_is_not_http_is_answered_4xx_in_the_error_format(server: Running, d
 
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     first, last = request(completion(max_tokens=3)), request(completion(max_tokens=2), b"connection: close\r\n")
-    answer = exchange(server.port, first + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + last)
+    answer = exchange(server.port, first + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + last)
     assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
     assert answer.index(b'"abc"') < answer.index(b'"status"') < answer.index(b'"ab"')
 
@@ -188,7 +188,7 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
         sock.settimeout(60)
         sock.sendall(whole)
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
-    inner = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head, _, body = request(inner, offer).partition(b"\r\n\r\n")
     for pieces in (
         (head + b"\r\n\r\n", body),

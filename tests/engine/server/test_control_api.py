@@ -178,7 +178,7 @@ def test_a_client_that_leaves_while_its_sleep_waits_leaves_no_pause_behind() -> 
         asked = server.engine._asked  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the pause is not done before the client has left
         with server.connect() as sock:
-            sock.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            sock.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
             until(lambda: bool(asked))
         until(lambda: len(asked) > 1 or not server.app.service.num_open_requests)
         os.kill(process.pid, signal.SIGCONT)
