@@ -1,8 +1,8 @@
 """Starts child processes, ends them in order, and makes sure that they do not outlive their parent.
 
-`start_child` runs one of our modules as a child; the module's main function calls `begin`. A socket pair, the channel,
-connects the two: it carries the start message and the heartbeats, and its closing tells one end that the other process
-has ended. A child ignores SIGTERM and SIGINT, because only its parent ends it. `stop_signals` and `Stopping` are for
+`start_child` runs one of our modules as a child (executor/child_main.py); the module's main function calls `begin`. A
+socket pair, the channel, connects the two: it carries the start message and the heartbeats, and its closing tells one
+end that the other process has ended. A child ignores SIGTERM and SIGINT, because only its parent ends it. `stop_signals` and `Stopping` are for
 the process that a user starts.
 
 `python -m penstock.executor.process_life PARENT COMMAND…` executes COMMAND, tied to process PARENT. It serves callers
@@ -11,7 +11,6 @@ with many threads, where no Python code may run between fork and exec.
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -25,15 +24,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-PR_SET_PDEATHSIG = 1
+from penstock.executor.child_main import die_with, leave
+
 HEARTBEAT_S = 1.0
 EXIT_S = 1.0  # maximum time between the closing of a process's socket and its exit status
 STALL_S = 8  # a child that stops in the middle of a message, or does not read for this long, counts as dead
 LOOK_S = 0.1  # polling interval of `wait_for`
+CHILD_MAIN = "penstock.executor.child_main"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # child processes inherit it
 ROOMS = ("engine", "executor", "cache", "router")  # the packages that log
@@ -120,8 +121,8 @@ class ChildProcess:
 
 
 def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = ()) -> ChildProcess:
-    """Run `python -P -m MODULE` and send it `start`. Without -P it would import files of the current directory, which may
-    be that of a downloaded model. If the child dies before it reads `start`, its channel closes."""
+    """Run the `main` of a module in a new process and send it `start`. Without -P it would import files of the current
+    directory, which may be that of a downloaded model. If the child dies before it reads `start`, its channel closes."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not block forever
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -130,7 +131,7 @@ def start_child(module: str, role: str, start: msgspec.Struct, pass_fds: Sequenc
         # The kernel ties a child to the thread that started it; only the main thread lives as long as the process.
         is_tied = threading.current_thread() is threading.main_thread()
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
+            [sys.executable, "-P", "-m", CHILD_MAIN, module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
         )
@@ -149,47 +150,17 @@ def ending(code: int) -> str:
 
 
 def begin(kind: type[Start]) -> tuple[Start, Connection]:
-    """Return the start message and the channel to the parent. From now on this process does not outlive its parent, and
-    it ignores stop signals sent to the whole process group, because the parent handles them."""
-    fd, parent, is_tied = map(int, sys.argv[1:])
-    if is_tied:
-        die_with(parent)
+    """Return the start message and the channel to the parent. From now on this process ignores stop signals sent to the
+    whole process group, because the parent handles them."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    channel = Connection(fd)
+    channel = Connection(int(sys.argv[1]))
     start = receive(channel)
     if start is None:
         leave()
     log_to_stderr()
     return msgspec.msgpack.decode(start, type=kind), channel
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux).
-
-    If that thread may end before its process, or on other kernels, the closing of the channel is used instead.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call to prctl
-        leave()
-
-
-def leave_with(channel: Connection) -> None:
-    """End this process when the parent's end of the channel closes."""
-
-    def watch() -> NoReturn:
-        while receive(channel) is not None:
-            pass
-        leave()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def leave() -> NoReturn:
-    """Exit immediately: the parent has ended, and the main thread may be blocked forever."""
-    os._exit(1)
 
 
 class Reporter:

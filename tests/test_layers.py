@@ -46,7 +46,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("config messages", "core", "options vllm_options engine_options sampling_params model_files", "http", "page",
                "text", "grammar", "front", "server", "commands"),
-    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress process_life outbox machine weight_memory",
+    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress child_main process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
     "router": ("backend background discovery config", "http", "placement", "fleet",
@@ -302,8 +302,8 @@ CLOSURES = {
         *("executor.loading", "executor.models", "executor.process_life"),
     }),
     "engine.core.engine_core": (5_500, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
-    "engine.server.app": (12_600, {"prove", "engine.commands.bench"}),
-    "router.app": (9_000, {"engine.grammar", "engine.front", "engine.server"}),
+    "engine.server.app": (12_900, {"prove", "engine.commands.bench"}),
+    "router.app": (9_200, {"engine.grammar", "engine.front", "engine.server"}),
 }  # fmt: skip
 LOADED_FILES = """
 import importlib, sys

@@ -1,14 +1,16 @@
 """`penstock serve` over several ranks, as its user runs it: it answers, and whatever is killed, nothing is left."""
 
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.programs import Command, all_gone
+from tests.support.programs import ROOT, Command, all_gone
 from tests.test_serve import folder, served  # noqa: F401
 
 pytestmark = pytest.mark.timeout(400)  # each of these imports torch three times, and does so on any machine
@@ -72,6 +74,19 @@ def test_nothing_outlives_a_killed_server(server: Command) -> None:
     pids = family(server)
     server.process.kill()
     assert all_gone(pids)
+
+
+def test_ranks_that_still_import_torch_do_not_outlive_a_killed_server(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "torch.py").write_text(
+        "import os, time\nprint('importing', os.getpid(), flush=True)\ntime.sleep(600)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), *sys.path])
+    with served(folder, "--tensor-parallel-size", "2", PYTHONPATH=path) as server:
+        server.wait_for("(?s)importing.*importing")
+        pids = [*family(server), *map(int, re.findall(r"importing (\d+)", server.output))]
+        assert len(pids) == 5
+        server.process.kill()
+        assert all_gone(pids)
 
 
 @pytest.mark.slow

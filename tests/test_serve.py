@@ -40,9 +40,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def served(folder: Path, *options: str) -> Command:
+def served(folder: Path, *options: str, **environment: str) -> Command:
     words = ("serve", folder, "--load-format", "dummy", "--kv-cache-bytes", "8MiB", "--port", "0", *options)
-    return Command(*words, TMPDIR=str(folder.parent))
+    return Command(*words, max_files=None, TMPDIR=str(folder.parent), **environment)
 
 
 @pytest.fixture

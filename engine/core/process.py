@@ -34,7 +34,7 @@ from penstock.engine.messages import (
     UnloadAdapter,
     WatchCache,
 )
-from penstock.executor.process_life import Reporter, begin, leave_with, send
+from penstock.executor.process_life import Reporter, begin, send
 from penstock.executor.protocol import (
     STEP_DEADLINE_S,
     AdapterError,
@@ -62,7 +62,6 @@ def run(
 ) -> int:
     """Run until asked to stop. The exit code is 0 only after a Shutdown."""
     start, channel = begin(CoreStart)
-    leave_with(channel)
     context, reporter, config, duty = zmq.Context(), Reporter(partial(send, channel)), start.config, Duty()
     link = CoreLink(context, Path(start.directory))
     link.send(Connected())

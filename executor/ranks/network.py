@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.cache.tiers.peer.wire import CurveGuard
-from penstock.executor.process_life import leave
+from penstock.executor.child_main import leave
 from penstock.executor.ranks.wire import FromWorker
 
 Socket = zmq.Socket[bytes]

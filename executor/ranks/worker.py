@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from penstock.executor.child_main import leave
 from penstock.executor.machine import usable_cores
 from penstock.executor.parallel import CollectiveError, Connections, RankGroup, naming
-from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
+from penstock.executor.process_life import Reporter, begin, send
 from penstock.executor.protocol import (
     AdapterError,
     AdapterInfo,
@@ -58,7 +59,6 @@ JOIN_TIMEOUT_S = 120.0
 
 def main() -> int:
     start, channel = begin(Start)
-    leave_with(channel)
     return work(start, Reporter(partial(send, channel)))
 
 

@@ -23,7 +23,6 @@ from penstock.executor.process_life import (
     Reporter,
     Stopping,
     begin,
-    leave_with,
     receive,
     send,
     start_child,
@@ -31,8 +30,10 @@ from penstock.executor.process_life import (
     wait_for,
 )
 from penstock.prove.own.server import DIE_WITH, PENSTOCK
+from tests.support.programs import Program, all_gone
 
 HALF = "half a message"
+SLOW_IMPORT = "import os, time\nprint('importing', os.getpid(), flush=True)\ntime.sleep(600)\n"
 
 
 class Order(msgspec.Struct, tag="order"):
@@ -55,7 +56,6 @@ def main() -> int:
     reporter.report(order)
     if order.exit_code:
         return order.exit_code
-    leave_with(channel)
     reporter.beat(lambda: Order("alive"))
     time.sleep(100)
     return 0
@@ -108,6 +108,26 @@ def test_children_do_not_import_files_of_the_current_directory(tmp_path: Path, m
     with running("x", Order("")) as (_, reports):
         assert next(reports) == "1"
     subprocess.run([*DIE_WITH, str(os.getpid()), *PENSTOCK, "--version"], check=True)
+
+
+@pytest.mark.parametrize("is_main", [True, False], ids=["main thread", "another thread"])
+def test_a_child_that_is_still_imported_dies_with_its_parent(is_main: bool, tmp_path: Path) -> None:
+    """Only the main thread lives as long as its process, so the kernel's tie does not serve for another one."""
+    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    start = 'start_child("slow", "the child", msgspec.defstruct("Start", [])())'
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import threading, time\n"
+        "import msgspec\n"
+        "from penstock.executor.process_life import start_child\n"
+        f"work = lambda: ({start}, time.sleep(600))\n"
+        f"{'work()' if is_main else 'threading.Thread(target=work).start()'}\n"
+    )
+    parent = Program(script, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    pid = int(parent.line("importing").split()[1])
+    parent.process.kill()
+    parent.end()
+    assert all_gone([pid])
 
 
 def test_a_child_ignores_signals_to_stop_and_ends_with_its_channel() -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.executor.process_life import CHILD_MAIN
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES, MAX_FDS = 1 << 17, 16
 
@@ -41,7 +43,8 @@ def forking(*modules: str) -> SimpleNamespace:
         if module not in modules:
             return subprocess.Popen(command, **options)
         server = fork_server(module)
-        return server.start(fd, str(server.pid), is_tied, fds={each: each for each in options["pass_fds"]})
+        fds = {each: each for each in options["pass_fds"]}
+        return server.start(module, fd, str(server.pid), is_tied, fds=fds, runs=CHILD_MAIN)
 
     return SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
@@ -59,9 +62,9 @@ class ForkServer:
             )
         self.pid = self._process.pid
 
-    def start(self, *arguments: str, fds: dict[int, int]) -> "Child":
-        """`fds`: our descriptors, by the number that each has in the child."""
-        asked = {"arguments": arguments, "environment": dict(os.environ), "numbers": list(fds)}
+    def start(self, *arguments: str, fds: dict[int, int], runs: str = "") -> "Child":
+        """`fds`: our descriptors, by the number that each has in the child. `runs`: another module than the imported one."""
+        asked = {"arguments": arguments, "environment": dict(os.environ), "numbers": list(fds), "runs": runs}
         return Child(self, self._ask(asked, list(fds.values())))
 
     def reap(self, pid: int) -> int:
@@ -161,7 +164,7 @@ def grow_up(module: Any, fds: dict[int, int], asked: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(asked["environment"])
         sys.argv[1:] = asked["arguments"]
-        code = module.main()
+        code = (importlib.import_module(asked["runs"]) if asked["runs"] else module).main()
         sys.stdout.flush()
     except Exception:
         traceback.print_exc()
