@@ -1,9 +1,7 @@
 """The process of the engine core, with the executors and the grammars that it uses. It is part of the composition root.
 
-The server starts it as a module (engine/front/client.py); its loop is in engine/core/process.py.
+The server starts it as a child process (engine/front/client.py); its loop is in engine/core/process.py.
 """
-
-import sys
 
 from penstock.engine.core import process
 from penstock.engine.grammar.compiler import Compiler
@@ -17,5 +15,5 @@ def make_compiler(config: ExecutorConfig, info: ModelInfo) -> Compiler:
     return Compiler(lambda: load_vocabulary(config, info))
 
 
-if __name__ == "__main__":
-    sys.exit(process.run(open_executor, make_compiler))
+def main() -> int:
+    return process.run(open_executor, make_compiler)
