@@ -37,7 +37,7 @@ class Catalog:
         self._is_hidden = False
 
     def restore(self, rows: np.ndarray) -> None:
-        """Load the rows of a snapshot: live cells in the order of their stamps."""
+        """Load the rows of an index: live cells in the order of their stamps."""
         rows = rows[rows["cell"] < self._frontier]
         keys, cells = rows["key"].tolist(), rows["cell"].tolist()
         latest = dict(zip(keys, cells, strict=True))
@@ -53,8 +53,8 @@ class Catalog:
         self._free = dict.fromkeys(np.flatnonzero(is_free)[::-1].tolist())
 
     def to_scan(self) -> list[int]:
-        """Return the cells whose contents may differ from the catalog, cells without a known record first."""
-        return sorted(self._free) + sorted(self.cells.values())
+        """Return the cells that may hold records of an earlier run."""
+        return sorted(self._free)
 
     # -- allocation ----------------------------------------------------------------------------------------
 

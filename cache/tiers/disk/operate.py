@@ -75,8 +75,13 @@ def _inspect(path: Path) -> int:
     if known is None:
         print("  index        missing or invalid; the next start scans every cell")
         return 0
-    print(f"  records      {len(known.rows)} of {known.header.num_cells}, {known.header.cell_bytes} bytes each")
-    print(f"  closed       {'cleanly' if known.header.clean else 'no, or still open'}")
+    size = f"{known.header.cell_bytes} bytes each"
+    if known.header.clean:
+        print(f"  records      {len(known.rows)} of {known.header.num_cells}, {size}")
+        print("  closed       cleanly")
+    else:
+        print(f"  cells        {known.header.num_cells}, {size}")
+        print("  closed       no, or still open; after a crash the next start scans every cell")
     return 0
 
 
@@ -115,7 +120,7 @@ def _disk_usage(directory: int, names: list[str]) -> int:
     """Return the bytes that the files occupy on disk."""
     blocks = 0
     for name in names:
-        with contextlib.suppress(FileNotFoundError):  # a snapshot may be renamed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the index may be renamed meanwhile
             blocks += os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks
     return blocks * 512
 

@@ -1,8 +1,7 @@
-"""The index file of a disk tier, read at a restart: one row with the key of each cell that holds a record.
+"""The index file of a disk tier: one row with the key of each cell that holds a record.
 
-A wrong row is harmless: it leads to a record that fails verification. So the file is written only now and then, and is
-synced only so that a crash of the machine does not lose the whole cache. Records missing in it are found by reading
-their headers (keeper.py).
+It is written at an orderly close, and read at the next start. After a crash its rows are ignored, and the records are
+found by reading their headers (keeper.py). A wrong row is harmless: it leads to a record that fails verification.
 
     index     header, rows of all live cells; written to index.tmp and renamed
     header    magic, version, clean, namespace, cell bytes, cells, zero, next sequence, rows, their checksum,
@@ -35,10 +34,10 @@ _AROUND_BYTES = 8192  # overhead of a file: its header, and rounding by the file
 class IndexHeader(NamedTuple):
     magic: bytes
     version: int
-    clean: int  # 1 after a clean shutdown: the rows are complete
+    clean: int  # 1 from a close to the next start: the rows are complete
     namespace: bytes
     cell_bytes: int
-    num_cells: int  # when the snapshot was written
+    num_cells: int  # when the index was written
     zero: int
     next_sequence: int
     num_rows: int
@@ -51,37 +50,29 @@ class IndexHeader(NamedTuple):
 
 class IndexSnapshot(NamedTuple):
     header: IndexHeader
-    rows: np.ndarray  # of live cells in the order of their stamps
+    rows: np.ndarray  # of live cells in the order of their stamps; none if the tier is open or has crashed
 
 
 class Table:
-    """The rows of all cells. The tier's thread writes them while the keeper's thread copies them for snapshots."""
+    """The rows of all cells. One thread at a time uses it."""
 
     def __init__(self, num_cells: int) -> None:
         self.rows = np.zeros(num_cells, ROWS)
-        self.num_changes = 0  # counts `set` and `clear`
-        self.num_uses = 0
         self._bytes = self.rows.view(np.uint8).data
 
     def set(self, cell: int, key: bytes, sequence: int, stamp: int) -> None:
         _ROW.pack_into(self._bytes, cell * _ROW.size, key, sequence, stamp, cell, 1)
-        self.num_changes += 1
 
     def use(self, cell: int, stamp: int) -> None:
         """Record the use stamp of the cell's record."""
         _STAMP.pack_into(self._bytes, cell * _ROW.size + _STAMP_OFFSET, stamp)
-        self.num_uses += 1
 
     def clear(self, cell: int) -> None:
         _ROW.pack_into(self._bytes, cell * _ROW.size, b"", 0, 0, cell, 0)
-        self.num_changes += 1
 
-    def whole_rows(self) -> np.ndarray:
-        """Copy the rows of live cells, without rows that were being written during the copy."""
-        cells = np.flatnonzero(self.rows["live"] == 1)
-        rows = self.rows[cells]
-        whole: np.ndarray = rows[(rows["cell"] == cells) & (rows["live"] == 1)]
-        return whole
+    def live_rows(self) -> np.ndarray:
+        live: np.ndarray = self.rows[self.rows["live"] == 1]
+        return live
 
     def record_in(self, cell: int) -> tuple[bytes, int]:
         """Return key and sequence of the record in the cell, or of the last one if the cell was taken since."""
@@ -113,16 +104,16 @@ def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = 
         return None
     if namespace is not None and header.namespace != namespace:
         return None
-    rows = np.frombuffer(body, ROWS)
+    rows = np.frombuffer(body if header.clean else b"", ROWS)
     return IndexSnapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
 
 
 def write_snapshot(
-    calls: SystemCalls, directory: int, geometry: Geometry, rows: np.ndarray, next_sequence: int, *, clean: bool
+    calls: SystemCalls, directory: int, geometry: Geometry, rows: np.ndarray, next_sequence: int
 ) -> None:
-    """Replace the index file atomically. If a write fails, raise OSError; the previous snapshot stays valid."""
+    """Replace the index file atomically. If a write fails, raise OSError; the previous file stays as it is."""
     body = rows.view(np.uint8).data
-    header = IndexHeader(_MAGIC, _VERSION, clean, *geometry, 0, next_sequence, len(rows), checksum(body))
+    header = IndexHeader(_MAGIC, _VERSION, 1, *geometry, 0, next_sequence, len(rows), checksum(body))
     file = calls.open(directory, SCRATCH, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_all(calls, file, header.packed(), 0)
@@ -134,7 +125,8 @@ def write_snapshot(
 
 
 def mark_open(calls: SystemCalls, directory: int, header: IndexHeader) -> None:
-    """Clear the clean flag of the index file: records written from now on are missing in it."""
+    """Clear the clean flag of the index file, since records written from now on are missing in it. It is changed in place,
+    which a full file system allows."""
     file = calls.open(directory, INDEX, os.O_WRONLY)
     try:
         write_all(calls, file, header._replace(clean=0).packed(), 0)

@@ -1,11 +1,11 @@
 """The store of KV blocks on a local disk: fixed cells in preallocated files, found by key, verified at every read.
 
 The caller's thread owns the index and never blocks: a lookup is a dict lookup, a `put` takes a cell and appends to a
-queue. Worker threads transfer the bytes (transport.py), a keeper thread writes the index to disk (keeper.py); `poll`
-returns the results. Any failure of the disk is a miss. docs/tiers.md describes the whole.
+queue. Worker threads transfer the bytes (transport.py); `poll` returns the results. A keeper thread scans the records
+after a crash and writes the index at the end (keeper.py). Any failure of the disk is a miss. docs/tiers.md describes the whole.
 
     put ─▶ writes ─┐               ┌─▶ done ─▶ poll: index, counters, results
-    start_load ─▶ reads ─▶ workers ┘          └▶ table of cells ─▶ keeper ─▶ snapshots
+    start_load ─▶ reads ─▶ workers ┘          └▶ table of cells ─▶ close: index file
 """
 
 import contextlib
@@ -14,8 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
@@ -196,12 +194,12 @@ class DiskTier:
         return results
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all stores and loads have ended and the index is on disk; return False after `timeout_s`."""
+        """Wait until all stores and loads have ended; return False after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._results = self.poll()
             if not (self._storing or self._catalog.loading):
-                return self._keeper.save(max(0.0, deadline_s - time.monotonic()))
+                return True
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(0.0005)
@@ -275,20 +273,20 @@ class DiskTier:
         known = read_snapshot(calls, directory, geometry.namespace)
         is_clean = known is not None and bool(known.header.clean)
         if known is not None:
-            self._catalog.restore(known.rows)
             self._sequence = known.header.next_sequence
         if known is not None and is_clean:
+            self._catalog.restore(known.rows)
             mark_open(calls, directory, known.header)
-        else:  # exceed the sequence numbers of records that the index may be missing
+        else:  # exceed the sequence numbers of records that the index is missing
             self._sequence = max(self._sequence, int(time.time()) << 32)
 
-        def write(rows: np.ndarray, clean: bool) -> None:
-            write_snapshot(calls, directory, geometry, rows, self._sequence, clean=clean)
+        def write() -> None:
+            write_snapshot(calls, directory, geometry, self._catalog.table.live_rows(), self._sequence)
 
-        self._keeper = Keeper(write, self._catalog.table, self._transport)
+        self._keeper = Keeper(write, self._transport)
         self._workers = Workers(self._transport.work, NUM_WORKERS)
         self._workers.start()
-        self._keeper.start([] if is_clean else self._catalog.to_scan(), is_saved=is_clean)
+        self._keeper.start(() if is_clean else self._catalog.to_scan())
 
     def _finish_jobs(self) -> None:
         done = self._workers.done
