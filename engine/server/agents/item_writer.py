@@ -23,12 +23,12 @@ from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_
 Keep = Callable[[dict[str, Any]], bool]  # stores a response; returns whether it was stored
 
 # Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
-# text's events, field of the text, further fields of the events.
-FORMS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
-    "reasoning": ("reasoning", "rs", "reasoning_text", "text", {"content_index": 0}),
-    "text": ("message", "msg", "output_text", "text", {"content_index": 0}),
-    "call": ("function_call", "fc", "function_call_arguments", "arguments", {}),
-    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input", {}),
+# text's events, field of the text.
+FORMS: dict[str, tuple[str, str, str, str]] = {
+    "reasoning": ("reasoning", "rs", "reasoning_text", "text"),
+    "text": ("message", "msg", "output_text", "text"),
+    "call": ("function_call", "fc", "function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
 }
 
 # The fields of a response besides its names and its content; Open Responses requires all of them.
@@ -76,7 +76,7 @@ class ItemWriter(PartWriter):
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         is_custom = call is not None and call.name in self._custom_tools
         self._input, self._part_logprobs = InputDecoder() if is_custom else None, []
-        item_type, prefix, self._text_type, self._field, self._event_fields = FORMS["custom" if is_custom else kind]
+        item_type, prefix, self._text_type, self._field = FORMS["custom" if is_custom else kind]
         item_id = f"{prefix}_{self._call.id}{len(self.reply['output']):04x}"
         item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
         if call is not None:
@@ -90,10 +90,11 @@ class ItemWriter(PartWriter):
 
     def _grow(self, text: str, *, is_last: bool = False) -> None:
         text = text if self._input is None else self._input.feed(text, is_last=is_last)
-        self._part_logprobs += self._new_logprobs
         if text:
-            fields = self._event_fields | ({"logprobs": self._new_logprobs} if self._kind == "text" else {})
+            fields = self._text_fields(self._kind, self._new_logprobs)
             self._about(f"response.{self._text_type}.delta", delta=text, **fields)
+        if self._kind == "text":
+            self._part_logprobs += self._new_logprobs
 
     async def _finish(self, reason: ChatFinish, _stop: int | str | None) -> None:
         if reason == "length":
@@ -128,10 +129,15 @@ class ItemWriter(PartWriter):
             self._about(done, **{self._field: text}, name=item["name"])
         else:
             item["content"] = [self._part()]
-            fields = self._event_fields | ({"logprobs": self._part_logprobs} if kind == "text" else {})
-            self._about(done, text=text, **fields)
+            self._about(done, text=text, **self._text_fields(kind, self._part_logprobs))
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply["output"]) - 1, item=item)
+
+    def _text_fields(self, kind: Kind | None, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
+        """Return the fields that events about a text have besides it. Clients require `logprobs`, even without any."""
+        if kind == "call":
+            return {}
+        return {"content_index": 0, "logprobs": logprobs} if kind == "text" else {"content_index": 0}
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self._text_type, "text": "".join(self._text)}

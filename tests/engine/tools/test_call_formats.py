@@ -205,6 +205,21 @@ def test_a_call_that_is_cut_off_is_kept_where_it_was_announced_and_text_elsewher
 
 
 @NEW
+def test_a_call_is_enforced_from_its_opening_to_its_closing_mark_and_the_text_around_it_is_not(name: str) -> None:
+    """Stop strings apply where no call is enforced."""
+    reader, call = AnswerReader(calls_for(name), None, is_certain=True), WRITERS[name]([("trip", {"city": "Ulm"})])
+    for text, is_enforced in (
+        ("so\n\n", False),
+        (call[: call.index("Ulm")], True),
+        (call[call.index("Ulm") : -1], True),
+    ):
+        reader.feed(text)
+        assert reader.is_enforced is is_enforced, text
+    reader.feed(call[-1])
+    assert not reader.is_enforced
+
+
+@NEW
 def test_wherever_required_calls_are_cut_off_none_of_their_text_is_content(name: str) -> None:
     calls = [("trip", {"city": "Ulm", "days": 1})] * (2 if FORMS[name].has_many else 1)
     text = WRITERS[name](calls)
