@@ -198,11 +198,12 @@ def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None
 
 
 @pytest.mark.slow_in_interpreter
-@pytest.mark.parametrize("case", ["qwen3", "gpt-oss"])
-def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str) -> None:
+@pytest.mark.parametrize(("case", "pages"), [("qwen3", "auto"), ("qwen3", "fp8"), ("gpt-oss", "auto")])
+def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, pages: str) -> None:
     """Log-probabilities of the whole vocabulary: alone, in chunks beside others, and after a preemption."""
     compute_with(monkeypatch, OPS)
     options: dict[str, Any] = {"kv_cache_bytes": 2**18, "block_size": 4, "max_num_seqs": 4, "batch_invariant": True}
+    options["kv_cache_dtype"] = pages
     prompt, sampling = [5, 17, 3, 99, 42, 8, 71, 150, 12, 60, 7], Sampling(temperature=0.0, logprobs=-1)
     traces = []
     for chunk, others in ((None, 0), (4, 2), (1, 1)):
