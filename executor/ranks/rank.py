@@ -42,6 +42,7 @@ from penstock.executor.step.memory import (
     layer_pages,
     naming_options,
     plan_kv,
+    wait_for_release,
 )
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.step.runner import ModelRunner
@@ -269,7 +270,14 @@ class Rank:
         wide, and the context limit of some models is many times what the memory holds."""
         started_s, config, vocab_size = time.monotonic(), self._config, self._loaded.spec.vocab_size
         allocated, adapters, graphs = meter.allocated(), self._loaded.adapters, 0
-        longest = self._plan_kv(GpuUse(allocated, 0, 0, 0, CONTEXT_BYTES, *meter.device())).max_model_len
+
+        def at_start() -> GpuUse:
+            return GpuUse(allocated, 0, 0, 0, CONTEXT_BYTES, *meter.device())
+
+        is_measured = config.kv_cache_bytes is None
+        utilization = config.gpu_memory_utilization
+        first = wait_for_release(at_start, utilization, self._progress) if is_measured else at_start()
+        longest = self._plan_kv(first).max_model_len
         self._progress("Warming up: compiling kernels that this machine has not compiled before")
         adapter = None if adapters is None else adapters.load_zeros()
         what = f"a step of {config.max_num_batched_tokens} tokens"
@@ -290,7 +298,10 @@ class Rank:
         if adapters is not None and adapter is not None:
             adapters.unload(adapter)
         self._progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
-        return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
+        use = GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
+        if is_measured and (shortage := use.shortage(utilization)):
+            self._progress(f"{shortage}: stop them, or lower gpu_memory_utilization")
+        return use
 
     def _capture(self) -> int:
         """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""

@@ -5,8 +5,9 @@ process on the device, and serves only as an upper bound.
 """
 
 import errno
+import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ CONTEXT_BYTES = 1 << 30
 # Memory reserved for graphs beside that of their largest step, because they are captured after the cache is allocated.
 # An H100 took 0.2 GiB for the graphs of Qwen3-0.6B; a log line at startup reports what they took.
 GRAPHS_BYTES = 1 << 30
+MIN_SHARE = 0.9  # of the KV cache's memory: with less, because of other processes, a start waits and warns
+RELEASE_WAIT_S, RELEASE_POLL_S = 20.0, 0.5
 
 
 @contextmanager
@@ -98,11 +101,27 @@ class GpuUse:
     free: int
     total: int
 
+    @property
+    def _still(self) -> int:
+        return self.activations + self.requests + self.graphs
+
+    def share(self, utilization: float) -> int:
+        """Return the bytes for the KV cache if no other process were on the device."""
+        return max(0, int(utilization * self.total) - self.allocated - self.context - self._still)
+
     def left(self, utilization: float) -> int:
         """Return the bytes left for the KV cache if the process may use this share of the device."""
-        still = self.activations + self.requests + self.graphs
-        ours = int(utilization * self.total) - self.allocated - self.context - still
-        return max(0, min(ours, self.free - still))
+        return max(0, min(self.share(utilization), self.free - self._still))
+
+    def shortage(self, utilization: float) -> str:
+        """Return a warning if other processes take more than a tenth of the KV cache's memory, else an empty text."""
+        left, share = self.left(utilization), self.share(utilization)
+        if left >= MIN_SHARE * share:
+            return ""
+        return (
+            f"Other processes hold memory of this GPU: {left / 2**30:.1f} GiB are left for the KV cache instead of "
+            f"{share / 2**30:.1f} GiB ({self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB are free)"
+        )
 
     def table(self, weight_bytes: int, graph_bytes: int) -> dict[str, int]:
         """Return the table for `ModelInfo.memory`."""
@@ -113,6 +132,25 @@ class GpuUse:
             "graphs": graph_bytes,
             "context (set aside)": self.context,
         }
+
+
+def wait_for_release(
+    measure: Callable[[], GpuUse],
+    utilization: float,
+    progress: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> GpuUse:
+    """Return what `measure` returns once other processes hold little memory, or after RELEASE_WAIT_S. The driver frees
+    the memory of a killed server only after a while, and a server that restarts meanwhile would get a small cache."""
+    use = measure()
+    if shortage := use.shortage(utilization):
+        progress(f"{shortage}. Waiting up to {RELEASE_WAIT_S:.0f} s for one that is ending")
+    for _ in range(int(RELEASE_WAIT_S / RELEASE_POLL_S)):
+        if not use.shortage(utilization):
+            break
+        sleep(RELEASE_POLL_S)
+        use = measure()
+    return use
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, KvPlan, allocate_kv, naming_options, plan_kv
+from penstock.executor.step.memory import (
+    GRAPHS_BYTES,
+    GpuUse,
+    KvPlan,
+    allocate_kv,
+    naming_options,
+    plan_kv,
+    wait_for_release,
+)
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
@@ -62,6 +70,31 @@ def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
     # Another process came or went while we measured: the share stays the same as long as there is room.
     assert use(free=60).left(0.5) == use(free=30).left(0.5)
     assert use(free=20).left(0.9) == 15 * GIB
+
+
+def test_a_start_waits_for_a_process_that_ends_and_for_others_only_for_a_while() -> None:
+    said, slept = list[str](), list[float]()
+    ending = iter([use(free=10), use(free=10), use(free=63)])
+    assert wait_for_release(lambda: next(ending), 0.9, said.append, slept.append) == use(free=63)
+    assert len(slept) == 2 and len(said) == 1
+    assert "5.0 GiB are left for the KV cache instead of 50.0 GiB" in said[0] and "up to 20 s" in said[0]
+    slept.clear()
+    assert wait_for_release(lambda: use(free=10), 0.9, said.append, slept.append) == use(free=10)
+    assert sum(slept) == 20.0 and len(said) == 2
+    assert wait_for_release(use, 0.9, said.append, slept.append) == use() and len(said) == 2
+
+
+def test_a_cache_that_other_processes_make_small_is_named_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kv_bytes, is_said in ((None, True), (2**18, False)):
+        pretend_a_gpu(monkeypatch, Recorder)
+        meter = Meter()
+        monkeypatch.setattr(meter, "device", lambda: (30 * GIB, 80 * GIB))
+        monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
+        monkeypatch.setattr(rank, "wait_for_release", lambda measure, *_: measure())
+        lines: list[str] = []
+        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=kv_bytes, dtype="float32")
+        UniprocExecutor(config, lines.append)
+        assert any("24.0 GiB are left for the KV cache instead of 49.0 GiB" in line for line in lines) == is_said
 
 
 @pytest.mark.parametrize("case", hardest(["qwen3", "deepseek-v2-lite", "opt"], "deepseek-v2-lite"))
