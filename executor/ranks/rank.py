@@ -283,6 +283,7 @@ class Rank:
         what = f"a step of {config.max_num_batched_tokens} tokens"
         with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
             runner = self._open_runner(self._allocate(KV_BLOCKS), longest)
+            runner.allocate_counts()  # of tokens; the real runner does so for the first request with penalties
             requests = meter.allocated() - allocated
             meter.start_peak()
             warm_up(runner, config, longest, vocab_size, self._progress, adapter)

@@ -57,14 +57,22 @@ class RowMasks(NamedTuple):
 
 
 class TokenCounts:
-    """How often the tokens of requests with penalties occurred, by slot."""
+    """How often the tokens of requests with penalties occurred, by slot. Takes no memory until there is such a request;
+    the plan of a GPU's memory leaves room for the counts (`Rank._warm_up`)."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        # [slots, vocabulary]; allocated by calloc: on a CPU only slots with penalties take memory.
-        self.counts = torch.from_numpy(np.zeros((num_slots, vocab_size), dtype=np.int32)).to(device)
+        self._num_slots = num_slots
+        self.counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)  # [slots, vocabulary] later
+
+    def allocate(self) -> None:
+        """Allocate the counts of all slots, unless they exist. A slot's counts are written when a request takes it, so on
+        a CPU only slots with penalties take memory."""
+        if not len(self.counts):
+            self.counts = self.counts.new_empty((self._num_slots, self.counts.shape[1]))
 
     def admit(self, slot: int, tokens: np.ndarray, num_prompt: int) -> None:
         """Replace the slot's request. tokens [n]: the prompt, then the tokens sampled before a preemption."""
+        self.allocate()
         ids = send(tokens.astype(np.int32), self.counts.device)
         counts, sampled = self.counts[slot], ids[num_prompt:]
         counts.zero_()

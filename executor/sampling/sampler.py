@@ -87,6 +87,10 @@ class Sampler:
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
 
+    def allocate_counts(self) -> None:
+        """Allocate now what the first request with penalties would allocate, so that it can be measured."""
+        self._seen.allocate()
+
     def extend(self, slot: int, tokens: tuple[int, ...]) -> None:
         """Count tokens of the request that were not sampled."""
         if is_penalized(self._samplings[slot]):

@@ -112,6 +112,10 @@ class ModelRunner:
         """Release the pages after the last step; clearing the list also releases those who share it."""
         self._pages.clear()
 
+    def allocate_counts(self) -> None:
+        if self._sampler is not None:
+            self._sampler.allocate_counts()
+
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:

@@ -4,13 +4,15 @@ import itertools
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
 from penstock.executor.ranks import rank
+from penstock.executor.sampling.edits import TokenCounts
 from penstock.executor.step.memory import (
     GRAPHS_BYTES,
     GpuUse,
@@ -151,6 +153,33 @@ def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.Monkey
     UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), dtype="float32", enable_lora=True, **limits))
     assert meter.said[0] == "start" and meter.said[-1] == "peak"
     assert "40 tokens" in meter.said
+
+
+def test_counts_for_penalties_are_planned_for_and_allocated_for_the_first_request_that_has_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_a_gpu(monkeypatch, Recorder)
+    meter, allocate, measure = Meter(), TokenCounts.allocate, Meter.allocated
+
+    def recorded(counts: TokenCounts) -> None:
+        meter.said.append("counts")
+        allocate(counts)
+
+    def measured(meter: Meter) -> int:
+        meter.said.append("measured")
+        return measure(meter)
+
+    monkeypatch.setattr(Meter, "allocated", measured)
+    monkeypatch.setattr(TokenCounts, "allocate", recorded)
+    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", max_num_seqs=3, enforce_eager=True)
+    executor = UniprocExecutor(config)
+    assert meter.said[:3] == ["measured", "counts", "measured"]
+    sampler = executor._rank.runner._sampler
+    assert sampler is not None
+    for sampling, num_slots in ((Sampling(), 0), (Sampling(frequency_penalty=0.5), 3)):
+        sampler.admit(1, sampling, np.arange(4, dtype=np.int32), 4)
+        assert sampler._seen.counts.shape == (num_slots, 160)
 
 
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
