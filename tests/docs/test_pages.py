@@ -18,7 +18,26 @@ from tests.support.programs import printed
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
-FILE = re.compile(r"`((?:engine|executor|cache|router|eplb|csrc|tests|benchmarks)/[\w/.]+\.\w+)")
+FOLDERS = (
+    "engine",
+    "executor",
+    "cache",
+    "router",
+    "eplb",
+    "prove",
+    "csrc",
+    "src",
+    "tests",
+    "benchmarks",
+    "deploy",
+    "docs",
+)
+FILE = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w/.]+\.\w+)")
+BARE_FILE = re.compile(r"`([\w-]+\.(?:py|c|h|js|json|md))`")
+CLASS = re.compile(r"(?<![…\w])[A-Z][a-z\d]+[A-Z]\w*")
+# Of models on the hub, of other programs, and of a commit that is named with it.
+FOREIGN_FILES = {"config.json", "generation_config.json", "quantize_config.json", "bench_gguf.py"}
+FOREIGN_CLASSES = {"AuthenticationError"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -44,6 +63,21 @@ def test_links_lead_somewhere_named_files_exist_and_python_compiles_and_names_th
         if language == "python":
             compile(code, path.name, "exec")
             assert set(re.findall(r'model="([^"]+)"', code)) <= {DEFAULT_NAME}
+
+
+def test_classes_and_files_that_pages_name_without_a_folder_exist() -> None:
+    """Classes stand in backticks or in diagrams, which are blocks without a language that are no commands."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    names = FOREIGN_FILES | {path.name for path in [*files, *ROOT.glob("*")]}
+    code = "\n".join(path.read_text() for path in files if path.suffix in {".py", ".c", ".h"})
+    words = FOREIGN_CLASSES | set(re.findall(r"\w+", code))
+    for path in PAGES:
+        if path.name != "log.md":  # history
+            text = path.read_text()
+            quoted = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+            diagrams = [block for language, block in BLOCK.findall(text) if not language and "─" in block]
+            assert {name for part in [*quoted, *diagrams] for name in CLASS.findall(part)} - words == set(), path.name
+            assert set(BARE_FILE.findall(text)) - names == set(), path.name
 
 
 @pytest.mark.slow
