@@ -14,6 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from penstock import health
+from penstock.engine.options import size_bytes
 from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
 from tests.docs.test_commands import check_penstock
@@ -68,6 +69,18 @@ def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(depl
     assert pod["spec"]["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
     assert mounted == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+
+
+def test_the_memory_of_a_replica_holds_its_tiers_and_the_host_tier_is_larger_than_the_kv_cache() -> None:
+    (container,) = deployments()[0]["spec"]["template"]["spec"]["containers"]
+    options = dict(zip(container["args"], container["args"][1:], strict=False))
+    device, host, disk = (size_bytes(options[f"--kv-{tier}-bytes"]) for tier in ("cache", "host", "disk"))
+    memory = {size_bytes(each["memory"] + "B") for each in container["resources"].values()}
+    assert host >= 2 * device and disk > host
+    assert memory == {max(memory)} and max(memory) >= device + host + 2**30
+    volumes = {each["name"]: each for each in deployments()[0]["spec"]["template"]["spec"]["volumes"]}
+    claim = volumes["cache"]["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+    assert disk < 0.95 * size_bytes(claim + "B"), "the file system needs space, too"
 
 
 def test_services_and_budgets_select_the_pods_and_routers_find_the_replicas() -> None:
