@@ -103,6 +103,7 @@ class AsyncEngine:
         self._liveness = Liveness()
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
+        self._end_reason = ""  # why `close` was called
         self._asked: dict[int, asyncio.Future[ControlReply]] = {}  # control messages without an answer, by number
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
@@ -161,8 +162,9 @@ class AsyncEngine:
             await asyncio.sleep(0.01)
         shutil.rmtree(directory)
 
-    async def close(self) -> None:
-        """End the core at once; running requests end with an error."""
+    async def close(self, reason: str = "the engine is closed") -> None:
+        """End the core at once; running requests end with an error, for this reason."""
+        self._end_reason = reason
         if self._ticking is not None:
             self._ticking.cancel()
         process, self._process = self._process, None
@@ -177,7 +179,7 @@ class AsyncEngine:
             asyncio.get_running_loop().remove_reader(process.channel)
             if self._ending is not None:  # it reads what the core sent last
                 await self._ending
-            self._die("the engine is closed")
+            self._die(reason)
             process.channel.close()
         if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())
@@ -360,7 +362,7 @@ class AsyncEngine:
     async def _end(self, process: ChildProcess) -> None:
         how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to exit
         self._drain()
-        self._die("the engine is closed" if self._process is None else f"the engine core {how}")
+        self._die(self._end_reason if self._process is None else f"the engine core {how}")
         self._gone.set()
 
     def _die(self, reason: str) -> None:

@@ -19,7 +19,8 @@ RUNAWAY_S = 300.0  # silence after which it is lost even if it uses CPU
 # The minimum CPU use that counts as progress. A thread that waits for the interpreter's lock, held by a hung thread,
 # wakes 200 times a second and uses up to 1 %.
 PROGRESS_SHARE = 0.05
-GONE_STATES = frozenset("TtZXx")  # stopped, traced, zombie, dead
+STOPPED_STATES = frozenset("Tt")  # stopped by a signal or a debugger
+GONE_STATES = STOPPED_STATES | frozenset("ZXx")  # or zombie, dead
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 Verdict = Literal["heard", "starved", "lost"]
@@ -91,4 +92,6 @@ class Liveness:
     def reason(self) -> str:
         """The verdict as text."""
         cause = "; its process is alive and gets too little CPU, or hangs" if self.verdict == "starved" else ""
+        if self._last is not None and self._last.state in STOPPED_STATES:
+            cause = "; its process is stopped"
         return f"the engine core has been silent for {self.silent_s:.0f} s{cause}"

@@ -78,9 +78,10 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
 
 async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
     """Close an engine that is dead or hangs. Every request ends with an error that is still sent to its client."""
-    for line in engine.health().reason.splitlines():  # the error of a rank has its traceback
+    reason = engine.health().reason
+    for line in reason.splitlines():  # the error of a rank has its traceback
         log.error("the engine has failed: %s", line)
     service.is_draining = True
-    await engine.close()
+    await engine.close(reason)
     await wait_for(lambda: service.num_open_requests == 0, asyncio.Event(), LAST_WORDS_S)
     return 1

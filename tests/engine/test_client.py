@@ -166,6 +166,20 @@ async def test_a_stopped_core_fails_the_health_check_and_comes_back(
     await comes_true(lambda: engine.health().alive)
 
 
+async def test_requests_of_a_stopped_core_end_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.front.client.STOP_GRACE_S", 0.1)
+    async with running() as engine:
+        monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
+        answer = engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False))
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        await comes_true(lambda: not engine.health().alive)
+        reason = engine.health().reason
+        assert "silent" in reason and reason.endswith("its process is stopped")
+        await engine.close(reason)
+        await read(answer)
+        assert answer.error == reason
+
+
 async def test_an_adapter_file_that_blocks_is_refused_and_holds_up_no_request(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "adapter_config.json")
     async with running(make(max_model_len=4096, enable_lora=True)) as engine, asyncio.timeout(60.0):

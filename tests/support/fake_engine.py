@@ -150,9 +150,9 @@ class FakeEngine:
         """Unhealthy, but no request learns of it."""
         self.hold, self._is_healthy = True, False
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "the engine is closed") -> None:
         if self._death is None:
-            self.die("the engine is closed")
+            self.die(reason)
         while self._open:
             await asyncio.sleep(0)
 

@@ -48,10 +48,10 @@ class MockEngine(AsyncEngine):
         self.info = await self._ready
         self._task = asyncio.create_task(self._run())
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "the engine is closed") -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._die("the engine is closed")
+        self._die(reason)
 
     def _send(self, message: ToCore) -> None:
         outputs: list[Output] = []
