@@ -11,6 +11,7 @@ from typing import NamedTuple
 log = logging.getLogger("penstock.cache")
 
 STALLED = "stalled"  # a reason for a bypass
+REPORT_S = 60.0
 
 
 class HealthLimits(NamedTuple):
@@ -18,6 +19,22 @@ class HealthLimits(NamedTuple):
     stall_s: float = 2.0  # a call that takes longer counts as hung
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
+
+
+class FailureLog:
+    """Logs the failed reads of one tier: a line for the 1st, the 10th, the 100th … and at most one a minute besides."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier, self._num, self._next_num, self._due_s = tier, 0, 1, 0.0
+
+    def add(self, now_s: float, reason: str) -> None:
+        """Record a failed read."""
+        self._num += 1
+        if self._num < self._next_num and now_s < self._due_s:
+            return
+        self._next_num *= 10 if self._num >= self._next_num else 1
+        self._due_s = now_s + REPORT_S
+        log.warning("%s: failed to read a block: %s (failed reads so far: %d)", self._tier, reason, self._num)
 
 
 class TierHealth:

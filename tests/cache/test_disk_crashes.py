@@ -139,8 +139,11 @@ def mutate_and_read(path: Path, count: int, seed: int) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [150, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_changed_bytes_are_a_miss_and_counted(tmp_path: Path, changes: int) -> None:
+def test_changed_bytes_are_a_miss_counted_and_logged(
+    tmp_path: Path, changes: int, caplog: pytest.LogCaptureFixture
+) -> None:
     mutate_and_read(tmp_path, changes, seed=1)
+    assert f"{tmp_path}" in caplog.messages[0] and "failed to read a block: " in caplog.messages[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, CELL - 1, CELL + HEADER_BYTES, 3 * CELL + 100])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cache.tiers.disk.record import cell_bytes
 from penstock.cache.tiers.disk.tier import NUM_WORKERS, DiskLimits
-from penstock.cache.tiers.health import HealthLimits, TierHealth
+from penstock.cache.tiers.health import FailureLog, HealthLimits, TierHealth
 from tests.support.disk_faults import ERRORS, Fault, FaultyCalls
 from tests.support.disk_rig import CHUNK, Rig, key_of
 from tests.support.refusals import hardest
@@ -231,6 +231,17 @@ def test_failed_opening_leaves_nothing_locked_or_open(tmp_path: Path) -> None:
             raise OSError("on purpose: this call may fail without harm")
     assert len(os.listdir("/proc/self/fd")) == before
     Rig(tmp_path).close()
+
+
+def test_failed_reads_leave_few_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(str(tmp_path))
+    for number in range(209):
+        failures.add(number / 100, "corrupt")
+    failures.add(100.0, "EIO")
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"failed to read a block: {reason} (failed reads so far: {num})"
+        for num, reason in ((1, "corrupt"), (10, "corrupt"), (100, "corrupt"), (210, "EIO"))
+    ]
 
 
 def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_time() -> None:

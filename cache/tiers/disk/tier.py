@@ -25,7 +25,7 @@ from penstock.cache.tiers.disk.record import KEY_BYTES, Geometry, cell_bytes, na
 from penstock.cache.tiers.disk.snapshot import cells_within, mark_open, read_snapshot, write_snapshot
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
-from penstock.cache.tiers.health import HealthLimits, TierHealth
+from penstock.cache.tiers.health import FailureLog, HealthLimits, TierHealth
 
 NUM_WORKERS = 3  # two keep the disk busy while one computes checksums
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # a retry will not help
@@ -69,6 +69,7 @@ class DiskTier:
         # Large chunks may take longer than stall_s: a disk with 10 MB/s is slow, but not hung.
         stall_s = max(limits.health.stall_s, chunk_bytes / 10e6)
         self._health = TierHealth(limits.health._replace(stall_s=stall_s))
+        self._failure_log = FailureLog(self.directory)
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
         self._failures: Counter[str] = Counter()  # failed calls, by errno or kind
@@ -332,6 +333,7 @@ class DiskTier:
             self._loaded.add(job.seconds)
         elif job.reason in _BAD_RECORD:
             self._counts[job.reason] += 1
+            self._failure_log.add(time.monotonic(), job.reason)
             self._catalog.forget(job.cell, job.key, job.sequence)
 
     def _adopt_found(self) -> None:

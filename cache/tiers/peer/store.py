@@ -29,7 +29,7 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
-from penstock.cache.tiers.health import STALLED, HealthLimits
+from penstock.cache.tiers.health import STALLED, FailureLog, HealthLimits
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
 from penstock.cache.tiers.peer.lanes import Lanes
 from penstock.cache.tiers.peer.polling import PollThread, Ready
@@ -115,6 +115,7 @@ class PeerTier:
         self._num_errors = 0  # in a row
         self._last_reply_s = 0.0
         self._counts: Counter[str] = Counter()
+        self._failure_log = FailureLog("a peer's blocks")
         self._failures: Counter[str] = Counter()  # failed loads, by reason
         self._loaded = JobTimes()
         self._busy_s = 0.0  # total time with a load in flight
@@ -371,6 +372,7 @@ class PeerTier:
             self._end(load, "busy" if message.reason == "busy" else "gone")
         elif reason := self._copy_payload(load, message, payload):
             self._counts["corrupt"] += 1
+            self._failure_log.add(now_s, reason)
             self._end(load, reason)
             self._record_failure(reason)
         else:
