@@ -19,6 +19,7 @@ from penstock.engine.server.requests import ChatRequest, PromptRequest, Tokenize
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import for_template
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
+from penstock.engine.text.render_time import TRIAL_S, RenderTimeout, limited
 from penstock.executor.protocol import ModelInfo
 
 T = TypeVar("T")
@@ -104,7 +105,8 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
 
 
 async def render(request: ChatRequest | TokenizeRequest, conversation: Conversation, service: Service) -> str:
-    """Render the conversation with the model's chat template and return the prompt."""
+    """Render the conversation with the model's chat template and return the prompt. Only a short rendering runs on the
+    event loop, which a thread would slow down; one that takes long is started again in a thread."""
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
@@ -114,7 +116,13 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
         conversation.check()
         return chat_prompt(template, conversation.messages, tools=tools, **rendering(request))
 
-    return await in_thread_if(conversation.size_bytes > INLINE_CHARS, prompt)
+    if conversation.size_bytes <= INLINE_CHARS and not template.is_slow:
+        try:
+            with limited(TRIAL_S):
+                return prompt()
+        except RenderTimeout:
+            template.is_slow = True
+    return await asyncio.get_running_loop().run_in_executor(service.renderers, prompt)
 
 
 async def count_tokens(request: ChatRequest, conversation: Conversation, service: Service) -> int:

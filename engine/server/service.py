@@ -8,6 +8,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -53,6 +54,8 @@ class Service:
             self.spans = RequestSpans(config.telemetry)
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.responses = ResponseStore()
+        # Renderings that take long; a template that loops keeps at most these threads busy until its time is over.
+        self.renderers = ThreadPoolExecutor(2, thread_name_prefix="template")
         self.is_draining = False
         self.started = int(time.time())
         self.num_open_requests = 0  # from reading to the end of the answer; probes and pages do not count

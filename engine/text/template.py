@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.engine.model_files import ModelError, read_template
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.render_time import RENDER_S, RenderTimeout, limited
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     Message,
@@ -55,6 +56,7 @@ class ChatTemplate:
         said = json.dumps([named, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(said.encode()).hexdigest()
         self.source = "\n".join(named.values())  # searched for the model's tool call and reasoning marks
+        self.is_slow = False  # set once a rendering took too long for the event loop
         self.has_tools = re.search(r"\btools\b", self.source) is not None
         self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
         self._refuses_both = "Cannot pass both content and thinking" in self.source  # gpt-oss, in messages with calls
@@ -76,6 +78,20 @@ class ChatTemplate:
         With `continue_final_message`, the prompt ends within the last message, so that the model continues its text.
         With `tools_as_text`, tools and their calls are written into the messages, for a template without tool support.
         """
+        with limited(RENDER_S):
+            return self._render(
+                messages, add_generation_prompt, tools, continue_final_message, tools_as_text, template_kwargs
+            )
+
+    def _render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        continue_final_message: bool,
+        tools_as_text: bool,
+        template_kwargs: dict[str, Any],
+    ) -> str:
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
         for name in ("messages", *self._special_tokens):
@@ -130,6 +146,8 @@ class ChatTemplate:
             try:
                 if MARK not in self._template(False)({**self._special_tokens, **variables}):
                     return False
+            except RenderTimeout:
+                raise
             except InvalidRequest:
                 return False
         return True

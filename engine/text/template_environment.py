@@ -1,25 +1,31 @@
 """The Jinja environment in which chat templates run, with the same extensions, filters and globals as in transformers.
 
-A template comes with a model, so it runs in Jinja's immutable sandbox, which blocks access to Python internals. It does
-not limit a template's time or memory: an operator who trusts a model's weights also trusts its template.
+A template comes with a model, so it runs in Jinja's immutable sandbox, which blocks access to Python internals. The time
+of its loops and macros is limited (render_time.py), and so is the size of powers and repetitions, which C code computes
+in one go. Its memory is not limited: an operator who trusts a model's weights also trusts its template.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.engine.http.errors import clip
 from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelError
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.render_time import RenderTimeout, tick
 
 MAX_ERROR_CHARS = 300
+MAX_REPEATED = 1 << 20  # elements of a repeated text or list
+MAX_POWER_BITS = 1 << 12
 # Errors that a template may raise for unexpected messages, including Jinja's own.
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
@@ -38,6 +44,44 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+class _TickingGenerator(CodeGenerator):
+    """Generates code that calls `environment.tick` at the beginning of each loop iteration and each macro call."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        self._with_tick(node, lambda: super(_TickingGenerator, self).visit_For(node, frame))
+
+    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> Any:
+        return self._with_tick(node, lambda: super(_TickingGenerator, self).macro_body(node, frame))
+
+    def _with_tick(self, node: nodes.For | nodes.Macro | nodes.CallBlock, generate: Callable[[], Any]) -> Any:
+        node.body = _Ticking(node.body)
+        return generate()
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        if isinstance(nodes, _Ticking):
+            self.writeline("environment.tick()")
+        super().blockvisit(nodes, frame)
+
+
+class _Ticking(list[nodes.Node]):
+    """The body of a loop or a macro."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _TickingGenerator
+    intercepted_binops = frozenset(("*", "**"))
+    tick = staticmethod(tick)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        is_power = operator == "**" and isinstance(left, int) and isinstance(right, int)
+        if is_power and left.bit_length() * right > MAX_POWER_BITS:
+            raise OverflowError(f"a power of more than {MAX_POWER_BITS} bits")
+        for times, repeated in ((left, right), (right, left)) if operator == "*" else ():
+            if isinstance(times, int) and isinstance(repeated, Sequence) and times * len(repeated) > MAX_REPEATED:
+                raise OverflowError(f"a repetition of more than {MAX_REPEATED} elements")
+        return super().call_binop(context, operator, left, right)
+
+
 def compile_templates(sources: Mapping[str, str]) -> dict[str, Callable[[dict[str, Any]], str]]:
     """Return a function for each template, by name, that renders it with the given variables. Compiling raises
     ModelError, rendering InvalidRequest."""
@@ -46,7 +90,7 @@ def compile_templates(sources: Mapping[str, str]) -> dict[str, Callable[[dict[st
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
@@ -80,6 +124,8 @@ def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str)
 def _render(template: Template, variables: dict[str, Any]) -> str:
     try:
         return template.render(variables)
+    except RenderTimeout:
+        raise
     except Refused as error:
         raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
     except FAULTS as error:

@@ -7,7 +7,10 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,6 +21,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.engine.text.template import ChatTemplate
 from tests.support.programs import Program
 from tests.support.refusals import hardest, table
 from tests.support.running_server import running, until
@@ -160,7 +164,7 @@ ENDS = {  # the time to drain, the signals, and the message of the error, with w
     "the drain takes too long": (0.3, [signal.SIGTERM], None),
     "the engine is dead": (60.0, [signal.SIGUSR1], "the core was killed"),
     "the engine dies during the drain": (60.0, [signal.SIGTERM, signal.SIGUSR1], "the core was killed"),
-    "the engine hangs": (60.0, [signal.SIGUSR2], "the engine is closed"),
+    "the engine hangs": (60.0, [signal.SIGUSR2], "a step hangs"),
 }
 
 
@@ -181,6 +185,29 @@ def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) ->
             error = json.loads(last)["error"]
             assert (error["code"], error["message"]) == (503, message)
         assert server.exit_code() == int(message is not None)
+
+
+def test_a_template_that_loops_ends_with_a_400_while_the_server_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.text.template.RENDER_S", 60.0)  # of the rendering, which the test ends itself
+    loops = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    template = ChatTemplate(loops + "{% endfor %}{% endif %}{{ messages[0].content }}")
+    with running(template=template) as server, ThreadPoolExecutor(3) as threads:
+
+        def ask(content: str) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            return httpx.post(f"http://127.0.0.1:{server.port}/v1/chat/completions", json=body, timeout=300)
+
+        looping = [threads.submit(ask, "loop") for _ in range(3)]
+        until(lambda: template.is_slow)
+        assert server.http.get("/health").status_code == 200
+        assert not any(each.done() for each in looping)
+        assert sum(thread.name.startswith("template") for thread in threading.enumerate()) <= 2
+        monkeypatch.setattr("penstock.engine.text.render_time.time", Mock(monotonic=count(1e9, 100.0).__next__))
+        for each in looping:
+            assert each.result(300).status_code == 400
+            assert "messages: the model's chat template takes longer than" in each.result().json()["error"]["message"]
+        monkeypatch.undo()
+        assert ask("hello").status_code == 200
 
 
 def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:

@@ -34,6 +34,20 @@ def test_endless_recursion_ends() -> None:
         ChatTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").render(MESSAGES)
 
 
+@pytest.mark.parametrize("source", cases(__file__, "endless"))
+def test_a_template_that_takes_too_long_is_ended_and_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.text.template.RENDER_S", 0.2)
+    template = ChatTemplate(source)
+    with pytest.raises(InvalidRequest, match="chat template takes longer than 0.2 s to render them"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize("source", cases(__file__, "large"))
+def test_a_single_operation_of_a_template_cannot_take_long(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="OverflowError: a (power|repetition) of more than"):
+        ChatTemplate(source).render(MESSAGES)
+
+
 def test_a_range_beyond_the_sandbox_s_own_limit_fails() -> None:
     with pytest.raises(InvalidRequest, match="OverflowError: Range too big"):
         ChatTemplate("{% for i in range(10 ** 9) %}{% endfor %}").render(MESSAGES)
