@@ -6,6 +6,7 @@ Imports no torch.
 """
 
 import os
+import resource
 from collections.abc import Iterator
 from math import floor
 from pathlib import Path
@@ -26,6 +27,14 @@ def available_memory(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) ->
     machine = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     left = (_memory_left(*found) for found in _groups("memory", root, membership))
     return max(0, min([machine, *(number for number in left if number is not None)]))
+
+
+def address_space_left() -> int | None:
+    """Return how many bytes this process may still map; None without a limit (RLIMIT_AS)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize())
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:

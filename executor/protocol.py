@@ -234,6 +234,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes  # digest of the weights' content and of everything else that affects the numbers
     max_in_flight: int  # number of steps that may be submitted before the first is collected
     memory: dict[str, int] = {}  # purpose → bytes, in the order of printing
+    storage: tuple[str, ...] = ()  # the formats of the weights that stay quantized, like Q4_1
     num_host_blocks: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # the stores below the host tier, nearest first
     serves_peers: bool = False

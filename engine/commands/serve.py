@@ -108,6 +108,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             lifetime = await asyncio.to_thread(import_module, "penstock.engine.server.lifetime")
             await engine.start()
             _say_memory(engine.info)
+            _say_sampling(server.default_sampling)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
                 _say("--gpu-memory-utilization: without effect: the model runs on the CPU; use --kv-cache-bytes")
 
@@ -136,10 +137,13 @@ def _say(line: str) -> None:
 
 
 def _say_memory(info: ModelInfo) -> None:
-    _say(f"{info.architecture} in {info.dtype} on {info.device}")
-    width = max(12, *map(len, info.memory))
-    for name, num_bytes in info.memory.items():
-        _say(f"  {name:<{width}} {num_bytes / 2**20:10,.0f} MiB")
+    _say(f"{info.architecture} on {info.device}")
+    rows = {name: num_bytes for name, num_bytes in info.memory.items() if name == "KV cache" or num_bytes >= 2**19}
+    names = {"weights as codes": f"weights ({', '.join(info.storage)})"}
+    width = max(12, *(len(names.get(name, name)) for name in rows))
+    for name, num_bytes in rows.items():
+        computed = f", computed in {info.dtype}" if name in ("weights", "weights as codes") else ""
+        _say(f"  {names.get(name, name):<{width}} {num_bytes / 2**20:10,.0f} MiB{computed}")
     limit = {
         "model": "the model's own length",
         "max_model_len": "max_model_len",
@@ -147,6 +151,13 @@ def _say_memory(info: ModelInfo) -> None:
     }
     _say(f"  the cache has {info.num_blocks - 1:,} blocks of {info.block_size} tokens")
     _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit[info.context_limit]}")
+
+
+def _say_sampling(defaults: dict[str, Any]) -> None:
+    """Print the sampling parameters of a request that gives none."""
+    shown = {"temperature": 1.0, "top_p": 1.0, **defaults}
+    values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+    _say(f"  requests that give no sampling parameters are sampled with {values}")
 
 
 def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:

@@ -127,6 +127,7 @@ class LinearMaker:
         """`kept_codes` and `ops` select the weights that are not dequantized."""
         self._ops, self._kept, self._dtype, self._device = ops, kept_codes, dtype, device
         self.num_bytes: Counter[MemoryKind] = Counter()
+        self.stored_bytes: Counter[str] = Counter()  # of weights that stay quantized, by the name of their storage
         self._lock = threading.Lock()
 
     def __call__(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear:
@@ -140,6 +141,7 @@ class LinearMaker:
         for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else _kind_of(pair[1])):
             given = list(run)
             codes = [each for _, each in given if each is not None]
+            self._note_storage(part for part, each in given if each is not None)
             if kind is None:
                 weights.append(numbers(self.count(torch.cat([self.dequantize(part) for part, _ in given]))))
             elif self._kept == "all":
@@ -179,6 +181,13 @@ class LinearMaker:
     def add_bytes(self, kind: MemoryKind, num_bytes: int) -> None:
         with self._lock:
             self.num_bytes[kind] += num_bytes
+
+    def _note_storage(self, parts: Iterable[Weight]) -> None:
+        with self._lock:
+            for part in parts:
+                stored = part.format
+                name = stored.type.name if isinstance(stored, Ggml) else f"{getattr(stored, 'bits', 8)} bits"
+                self.stored_bytes[name] += part.codes.nbytes
 
     def _count_codes(self, weights: Iterable[Weight]) -> None:
         self.add_bytes("codes", sum(tensor.nbytes for weight in weights for tensor in weight.tensors()))

@@ -41,6 +41,7 @@ class LoadedModel:
     num_positions: int  # the length of the RoPE tables, and so the maximum number of positions
     fingerprint: bytes
     memory: dict[str, int]  # kind of weights → bytes
+    storage: tuple[str, ...]  # the formats of the weights that stay quantized, the most bytes first
     placement: Plan | None  # the placement of experts, with expert parallelism
     adapters: AdapterStore | None
 
@@ -106,7 +107,7 @@ def load_model(
     if fixed:
         _check_fixed(spec, group.world)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
+    progress(f"Loading {name} ({config.model}) on {device}")
     placement = first_placement(config, spec, group.world)
     digests = digests or Digests(group, placement is not None)
     is_quantized = isinstance(checkpoint, PackedCheckpoint) or checkpoint.has_codes
@@ -135,7 +136,10 @@ def load_model(
         held = before and before.adapters  # they are the same for other weights
         adapters = held or _open_adapters(config, name, spec, model, weights, device)
         memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
-    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement, adapters)
+    storage = tuple(each for each, _ in weights.made.stored_bytes.most_common())
+    return LoadedModel(
+        name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, storage, placement, adapters
+    )
 
 
 def _read_settings(

@@ -39,6 +39,7 @@ from penstock.executor.step.memory import (
     GpuUse,
     KvPlan,
     allocate_kv,
+    check_kv_bytes,
     layer_pages,
     naming_options,
     plan_kv,
@@ -68,6 +69,8 @@ class Rank:
         if device.type == "cpu":
             # The kernels use as many threads as torch, which ignores the CPU quota of a control group.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
+        check_kv_bytes(config.kv_cache_bytes, meter)
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
             checkpoint = open_checkpoint(config.model, config)
             self._loaded = load_model(config, device, group, progress, checkpoint)
@@ -78,7 +81,6 @@ class Rank:
         self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
         self._block_bytes = block_bytes = layout.depth * layer_bytes
         self._graph_buckets = buckets = self._buckets()
-        meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
         self._graphs_set_aside = 0 if use is None else use.graphs
         plan = self._plan_kv(use)
@@ -115,13 +117,14 @@ class Rank:
                 **({} if use is None else use.table(sum(loaded.memory.values()), graph_bytes)),
                 **self._tiers.memory,
             },
+            storage=loaded.storage,
             num_host_blocks=self._tiers.num_host_blocks,
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
             groups=layout.groups,
             max_loras=config.max_loras if config.enable_lora else 0,
         )
-        progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
+        progress(f"Loaded in {time.monotonic() - started_s:.1f} s")
 
     @property
     def runner(self) -> ModelRunner:

@@ -16,7 +16,7 @@ import torch
 from penstock.cache.tiers.memory import huge_buffer
 from penstock.executor.batch import KvPages, StatePages
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.machine import available_memory
+from penstock.executor.machine import address_space_left, available_memory
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ContextLimit, ExecutorConfig, ExecutorError, GroupInfo
 
@@ -40,9 +40,14 @@ def naming_options(what: str, options: str) -> Iterator[None]:
         yield
     except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
         if _is_out_of_main_memory(error):
-            free = available_memory() / 2**30
+            free_bytes, left_bytes = available_memory(), address_space_left()
+            if left_bytes is not None and left_bytes < free_bytes:
+                raise ExecutorError(
+                    f"the limit on the address space of this process (RLIMIT_AS, ulimit -v) does not suffice for {what}: "
+                    f"{left_bytes / 2**30:.1f} GiB are left of it, and {free_bytes / 2**30:.1f} GiB of memory are free"
+                ) from error
             raise ExecutorError(
-                f"the memory does not suffice for {what} ({free:.1f} GiB are free): {options}"
+                f"the memory does not suffice for {what} ({free_bytes / 2**30:.1f} GiB are free): {options}"
             ) from error
         # If the error occurs during a capture, ending the capture fails too, and that error is raised instead.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
@@ -87,6 +92,15 @@ class CudaMeter:
         """Return the free and total bytes of the device, after this process has freed cached memory."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
+
+
+def check_kv_bytes(num_bytes: int | None, meter: CudaMeter | None) -> None:
+    """Raise ExecutorError for a size of the KV cache that exceeds the free memory; called before the weights are read."""
+    free, where = (available_memory(), "of memory") if meter is None else (meter.device()[0], "of the GPU's memory")
+    if num_bytes is not None and num_bytes > free:
+        raise ExecutorError(
+            f"kv_cache_bytes: {num_bytes} given; {free} bytes {where} are free, before the weights are loaded"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """How much of a GPU the KV cache may take: what this process uses is measured, what others use is only a limit."""
 
 import itertools
+import resource
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -225,6 +227,27 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
 def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
     given = ExecutorConfig(kv_cache_bytes=2 * GIB)
     assert plan_kv(given, GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
+
+
+def test_a_cache_larger_than_the_free_memory_is_refused_before_the_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "load_model", Mock(side_effect=AssertionError("the weights are read")))
+    with pytest.raises(ExecutorError, match=rf"kv_cache_bytes: {2**60} given; \d+ bytes of memory are free"):
+        UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**60))
+
+
+def test_a_limited_address_space_is_named_and_not_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr("penstock.executor.step.memory.available_memory", lambda: 8 * GIB)
+    for left, message in (
+        (GIB, "limit on the address space .*RLIMIT_AS.* for a thing"),
+        (99 * GIB, r"a thing \(8.0 GiB"),
+    ):
+        limits = (used + left, resource.RLIM_INFINITY)
+        monkeypatch.setattr(resource, "getrlimit", lambda _kind, limits=limits: limits)
+        with pytest.raises(ExecutorError, match=message), naming_options("a thing", "lower it"):
+            raise MemoryError
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
