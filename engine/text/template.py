@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.engine.model_files import ModelError, read_template
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.render_time import RENDER_S, RenderTimeout, limited
+from penstock.engine.text.render_time import RENDER_S, Limited, RenderTimeout
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     Message,
@@ -78,7 +78,7 @@ class ChatTemplate:
         With `continue_final_message`, the prompt ends within the last message, so that the model continues its text.
         With `tools_as_text`, tools and their calls are written into the messages, for a template without tool support.
         """
-        with limited(RENDER_S):
+        with Limited(RENDER_S):
             return self._render(
                 messages, add_generation_prompt, tools, continue_final_message, tools_as_text, template_kwargs
             )

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -202,7 +201,7 @@ def test_a_template_that_loops_ends_with_a_400_while_the_server_answers_others(m
         assert server.http.get("/health").status_code == 200
         assert not any(each.done() for each in looping)
         assert sum(thread.name.startswith("template") for thread in threading.enumerate()) <= 2
-        monkeypatch.setattr("penstock.engine.text.render_time.time", Mock(monotonic=count(1e9, 100.0).__next__))
+        monkeypatch.setattr("penstock.engine.text.render_time.monotonic", count(1e9, 100.0).__next__)
         for each in looping:
             assert each.result(300).status_code == 400
             assert "messages: the model's chat template takes longer than" in each.result().json()["error"]["message"]
