@@ -15,6 +15,7 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.options import flag
 
 ANY = "*"
+MAX_REMEMBERED = 64  # header values, which clients choose
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::\d*)?")  # a name or an address, perhaps with a port
 _LOOPBACK = re.compile(r"(?:[\w-]+\.)*localhost|127(?:\.\d{1,3}){3}|\[::1\]", re.ASCII)
 _ALLOWED = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]|\*", re.ASCII)
@@ -25,17 +26,20 @@ class Hosts:
 
     def __init__(self, allowed: Sequence[str], bound_to: str, *, has_keys: bool) -> None:
         """`bound_to`: the name or address that the server listens on."""
+        self._accepted: set[bytes] = set()  # header values, so that few requests parse theirs
         self._allowed = {_normal(each) for each in (*allowed, bound_to)}
         self.are_checked = ANY not in allowed and (bool(allowed) or (not has_keys and _is_loopback(bound_to)))
 
     def refusal(self, host: bytes | None) -> HttpError | None:
         """Return the error for a request with this Host header; HTTP/1.0 without one does not come from a browser."""
-        if not self.are_checked or host is None:
+        if not self.are_checked or host is None or host in self._accepted:
             return None
         text = host.decode("latin-1")
         parsed = _HOST.fullmatch(text)
         name = "" if parsed is None else _normal(parsed[1])
         if name in self._allowed or _LOOPBACK.fullmatch(name):
+            if len(self._accepted) < MAX_REMEMBERED:
+                self._accepted.add(host)
             return None
         remedy = f"; if clients use this name, start the server with --allowed-hosts {clip(name)}" if name else ""
         return HttpError(
