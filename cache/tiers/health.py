@@ -38,12 +38,12 @@ class FailureLog:
 
 
 class TierHealth:
-    """The state of the circuit breaker of one tier. One thread calls it and passes the current time."""
+    """The state of the circuit breaker of one tier, `name` in the log. One thread calls it and passes the current time."""
 
-    def __init__(self, limits: HealthLimits) -> None:
+    def __init__(self, limits: HealthLimits, name: str) -> None:
         self.is_open = True
         self.num_bypasses = 0
-        self._limits = limits
+        self._limits, self._name = limits, name
         self._num_errors = 0
         self._pause_s = limits.first_pause_s
         self._until_s = 0.0
@@ -83,7 +83,7 @@ class TierHealth:
         self._is_probing = False
         self._num_errors = 0
         if ok:
-            log.info("a cache tier is in use again")
+            log.info("%s is in use again", self._name)
             self.is_open = True
             self._opened_s = now_s
         else:
@@ -91,7 +91,7 @@ class TierHealth:
 
     def bypass(self, now_s: float, reason: str) -> None:
         if self.is_open:
-            log.warning("a cache tier is bypassed for a while: %s", reason)
+            log.warning("%s is bypassed for a while: %s", self._name, reason)
         self.is_open = False
         self.num_bypasses += 1
         # A small probe may succeed on a broken disk, so the pause is reset only after the tier was open for a while.

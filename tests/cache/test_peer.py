@@ -209,12 +209,29 @@ def test_a_silent_peer_is_bypassed_and_comes_back() -> None:
         assert ended(peer, 1) == {ticket: True}
 
 
+def test_a_peer_that_dies_while_it_is_probed_comes_back() -> None:
+    limits = QUICK._replace(health=QUICK.health._replace(stall_s=3600.0))
+    liar = LyingPeer(KEYS, wrongly(flip=1))
+    with tier(liar.endpoint, limits=limits) as peer:
+        try:
+            hear_all(peer)
+            liar.greets = False
+            for number in range(3):
+                peer.start_load(KEYS[number], bytearray(CHUNK))
+            assert not any(ended(peer, 3).values())
+            until(lambda: liar.num_greetings == 2, "it is probed")
+        finally:
+            liar.close()
+        with serving(source(range(2), range(0)), liar.endpoint):
+            until(lambda: len(peer) == 2, "another one at the same address is found by itself")
+
+
 def test_pauses_double_while_a_peer_refuses_and_a_greeting_that_is_due_is_not_postponed() -> None:
     with tier("tcp://127.0.0.1:1") as peer, peer._lock:  # the tier's own thread waits for it
         pauses_s = []
         for _ in range(4):
-            peer._close_for_a_pause("refused")
-            pauses_s.append(peer._pause_s)
+            peer._bypass("refused")
+            pauses_s.append(peer._health._pause_s)
         assert pauses_s == [0.05, 0.1, 0.2, 0.2]
         peer._greet_at_s = 0.0  # due on every machine, however long ago it booted
         for ticket in (1, 2):

@@ -68,7 +68,7 @@ class DiskTier:
         self._admission = AdmissionPolicy(num_cells)
         # Large chunks may take longer than stall_s: a disk with 10 MB/s is slow, but not hung.
         stall_s = max(limits.health.stall_s, chunk_bytes / 10e6)
-        self._health = TierHealth(limits.health._replace(stall_s=stall_s))
+        self._health = TierHealth(limits.health._replace(stall_s=stall_s), "the disk tier")
         self._failure_log = FailureLog(self.directory)
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason

@@ -12,7 +12,7 @@ the bytes into it after it has verified them. Any failure is a miss. Blocks are 
       ▲                                      │ refused, silence        │ disconnected, 3 errors in a row, silence
       └──────────────────────────────────────┴─────────────────────────┘
 
-After all but a disconnection it stays closed for a pause, which doubles each time until it was open for long.
+After all but a disconnection the circuit breaker (health.py) keeps it closed for a pause; the next greeting is its probe.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
-from penstock.cache.tiers.health import STALLED, FailureLog, HealthLimits
+from penstock.cache.tiers.health import STALLED, FailureLog, HealthLimits, TierHealth
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
 from penstock.cache.tiers.peer.lanes import Lanes
 from penstock.cache.tiers.peer.polling import PollThread, Ready
@@ -108,11 +108,9 @@ class PeerTier:
         self._sent: dict[int, Load] = {}
         self.is_open = False  # the peer has welcomed this engine: announced blocks can be requested
         self._is_connected = False
-        self._greet_at_s = 0.0  # when to greet the peer next: a closed one, or an open one to get all its keys
+        self._health = TierHealth(limits.health, f"peer {endpoint}")
+        self._greet_at_s = 0.0  # when to greet the peer next unless it is bypassed: an open one, to get all its keys
         self._greeted_s: float | None = None  # when the unanswered greeting was sent
-        self._opened_s = float("-inf")
-        self._pause_s = 0.0
-        self._num_errors = 0  # in a row
         self._last_reply_s = 0.0
         self._counts: Counter[str] = Counter()
         self._failure_log = FailureLog("a peer's blocks")
@@ -191,7 +189,7 @@ class PeerTier:
             "lost_connections": counts["lost connections"],
             "failed_handshakes": counts["failed handshakes"],
             "is_open": self.is_open,
-            "bypasses": counts["bypasses"],
+            "bypasses": self._health.num_bypasses,
             "loading": len(self._sent),
             "failures": dict(self._failures),
             "load_times": {"sum_s": self._loaded.sum_s},
@@ -234,6 +232,8 @@ class PeerTier:
         elif event == zmq.EVENT_DISCONNECTED and self._is_connected:
             self._is_connected = False
             self._counts["lost connections"] += 1
+            if self._greeted_s is not None and not self._health.is_open:
+                self._health.finish_probe(time.monotonic(), ok=False)
             self._close("disconnected")
         else:
             self._counts["failed handshakes"] += 1
@@ -247,10 +247,14 @@ class PeerTier:
         oldest = self._oldest()
         silent_since_s = self._greeted_s if oldest is None else max(oldest.sent_s, self._last_reply_s)
         if silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
-            self._close_for_a_pause(STALLED)
+            self._bypass(STALLED)
         is_due = self._is_connected and self._greeted_s is None and now_s >= self._greet_at_s
-        if is_due and self._lanes.send_first(self._encode(self._hello)):  # if the socket is full, the next pass retries
+        if not is_due or not (self._health.is_open or self._health.start_probe(now_s)):
+            return
+        if self._lanes.send_first(self._encode(self._hello)):
             self._greeted_s, self._greet_at_s = now_s, NEVER
+        elif not self._health.is_open:  # the socket is full; a healthy peer is greeted in the next pass
+            self._health.finish_probe(now_s, ok=False)
 
     def _handle_greeting_reply(self, message: Welcome | PeerRefused) -> None:
         if self._greeted_s is None:
@@ -258,31 +262,27 @@ class PeerTier:
         self._greeted_s = None
         if isinstance(message, PeerRefused):
             self._counts["refused"] += 1
-            self._close_for_a_pause(message.reason)
-        elif not self.is_open:
-            self.is_open, self._opened_s = True, time.monotonic()
+            self._bypass(message.reason)
+            return
+        self.is_open = True
+        if not self._health.is_open:
+            self._health.finish_probe(time.monotonic(), ok=True)
 
     def _record_failure(self, reason: str) -> None:
-        self._num_errors += 1
-        if self.is_open and self._num_errors >= self._limits.health.max_errors:
-            self._close_for_a_pause(reason)
+        if self._health.record_failure(time.monotonic(), reason):
+            self._close(reason)
 
-    def _close_for_a_pause(self, reason: str) -> None:
-        now_s, limits = time.monotonic(), self._limits.health
-        was_well = self.is_open and now_s - self._opened_s > limits.longest_pause_s
-        longer_s = 0.0 if was_well else min(2 * self._pause_s, limits.longest_pause_s)
-        self._pause_s = max(limits.first_pause_s, longer_s)
-        if self.is_open or not self._counts["bypasses"]:  # not again after each pause
-            log.warning("peer %s: not used for a while: %s", self._endpoint, reason)
-            self._counts["bypasses"] += 1
+    def _bypass(self, reason: str) -> None:
+        """Close the link for a pause: the peer refuses, or is silent."""
+        if self._health.is_open:
+            self._health.bypass(time.monotonic(), reason)
+        else:  # the greeting was a probe
+            self._health.finish_probe(time.monotonic(), ok=False)
         self._close(reason)
-        self._greet_at_s = now_s + self._pause_s
 
     def _close(self, reason: str) -> None:
         """Drop the announced keys and fail all loads, until the peer welcomes this engine again."""
-        self.is_open, self._greeted_s, self._num_errors = False, None, 0
-        if self._greet_at_s == NEVER:
-            self._greet_at_s = 0.0
+        self.is_open, self._greeted_s, self._greet_at_s = False, None, 0.0
         self._keys.clear()
         self._fail_all(reason)
 
@@ -376,7 +376,7 @@ class PeerTier:
             self._end(load, reason)
             self._record_failure(reason)
         else:
-            self._num_errors = 0
+            self._health.record_success()
             self._loaded.add(now_s - load.requested_s)
             self._end(load)
 
