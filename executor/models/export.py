@@ -6,6 +6,7 @@ interrupted export is not mistaken for a model.
 
 import json
 import math
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,11 @@ def export(
         occupied = [path.name for path in folder.iterdir() if path.name == "config.json" or "safetensors" in path.name]
         if occupied:
             raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
-        _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, progress)
         config = checkpoint.config
         tokens = {field: config[field] for field in _TOKEN_IDS if config.get(field) is not None}
-        _write_json(folder / "generation_config.json", tokens)
+        _write_json(generation_config := folder / "generation_config.json", tokens)
+        mode = stat.S_IMODE(generation_config.stat().st_mode)  # as the umask has it
+        _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, mode, progress)
         beside(folder)
         _write_json(folder / "config.json", _config(config, name))
     except (OSError, SafetensorError) as error:
@@ -55,7 +57,12 @@ def export(
 
 
 def _write_weights(
-    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Callable[[str], None]
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    mode: int,
+    progress: Callable[[str], None],
 ) -> None:
     kept = [name for name in checkpoint.names() if not name.endswith(SUFFIX)]
     sizes = {name: math.prod(checkpoint.shape(name)) * dtype.itemsize for name in kept}
@@ -67,7 +74,7 @@ def _write_weights(
         # Copied, because the checkpoint may return a view of its mapped file.
         tensors = {name: each.dequantize(CPU, dtype, copy=True).contiguous() for name, each in weights}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # save_file makes it readable only for its owner
+        (folder / file).chmod(mode)  # save_file makes it readable only for its owner
         weight_map |= dict.fromkeys(names, file)
         progress(f"Wrote {file}, {number} of {len(shards)}")
     if len(shards) > 1:

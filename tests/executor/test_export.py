@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,18 @@ def test_codes_of_gpt_oss_and_folders_with_a_model_or_that_cannot_be_made_are_re
             export(open_checkpoint(stored(name)[0]), tmp_path / "gpt-oss")
 
 
-def test_others_may_read_an_export_and_its_config_comes_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_an_export_if_the_umask_lets_them(umask: int, mode: int, tmp_path: Path) -> None:
+    checkpoint, before = GgufCheckpoint(small_file(tmp_path / "model.gguf")), os.umask(umask)
+    try:
+        export(checkpoint, tmp_path / "out", shard_bytes=100_000)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert len(modes) > 3 and modes == dict.fromkeys(modes, mode)
+
+
+def test_the_config_of_an_export_comes_last(tmp_path: Path) -> None:
     """A folder without a config passes for no model."""
     checkpoint, out = GgufCheckpoint(small_file(tmp_path / "model.gguf")), tmp_path / "out"
 
@@ -93,5 +106,3 @@ def test_others_may_read_an_export_and_its_config_comes_last(tmp_path: Path) -> 
     with pytest.raises(ExecutorError, match="the export could not be written: .*No space left"):
         export(checkpoint, out, beside=fail)
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
-    export(checkpoint, tmp_path / "whole")
-    assert all(path.stat().st_mode & 0o444 == 0o444 for path in (tmp_path / "whole").iterdir())
