@@ -218,7 +218,8 @@ def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() ->
         engine = make()
         engine.spawn()
         await engine.close()
-        await asyncio.sleep(0.1)
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left)
 
     asyncio.run(run())
     gc.collect()

@@ -40,7 +40,7 @@ def assert_serves(server: Running) -> None:
     assert server.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
 
 
-server = started(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5)
+server = started(max_body_bytes=100_000)
 
 
 # Headers.
@@ -65,11 +65,12 @@ def test_a_chunked_body_within_the_limit_is_served(server: Running) -> None:
     assert status(answer) == 200
 
 
-def test_a_body_that_does_not_come_leaves_no_request_open(server: Running) -> None:
-    with server.connect() as sock:
-        sock.sendall(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
-        assert status(read_all(sock)) == 408
-    until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
+def test_a_body_that_does_not_come_leaves_no_request_open() -> None:
+    with running(body_timeout_s=0.5) as server:
+        with server.connect() as sock:
+            sock.sendall(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
+            assert status(read_all(sock)) == 408
+        until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
 
 
 # What is not HTTP.
@@ -121,11 +122,15 @@ def test_an_unread_stream_holds_a_bounded_number_of_bytes() -> None:
         assert server.call(connection.transport.get_write_buffer_size) < 256 * 1024
 
 
+def unread_bytes(connection: Any) -> int:
+    return int(connection.transport.get_write_buffer_size())
+
+
 def test_a_slow_reader_gets_the_whole_stream() -> None:
     engine = FakeEngine(info=LONG)
-    with running(engine, write_timeout_s=5.0) as server, server.connect(receive_buffer=4096) as sock:
+    with running(engine) as server, server.connect(receive_buffer=4096) as sock:
         sock.sendall(request(completion(max_tokens=20_000, stream=True), b"connection: close\r\n"))
-        time.sleep(0.5)
+        until(lambda: any(map(unread_bytes, server.call(lambda: list(server.listener.connections)))))
         answer = read_all(sock)
         assert answer.rstrip().endswith(b"0")
         assert b"data: [DONE]" in answer[-64:]
@@ -190,17 +195,20 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
     inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head, _, body = request(inner, offer).partition(b"\r\n\r\n")
-    for pieces in (
-        (head + b"\r\n\r\n", body),
-        (head[:-90], head[-90:] + b"\r\n\r\n" + body),
-    ):  # the second cuts "Upgrade"
+    cut = head.index(b"Upgrade: h2c") + 4
+    for first, rest, reason, answers in (
+        (head + b"\r\n\r\n", body, b"JSON", [400, 200]),
+        (head[:cut], head[cut:] + b"\r\n\r\n" + body, b"the protocol cannot be changed", [400]),
+    ):
         with server.connect() as sock:
-            for piece in pieces:
-                sock.sendall(piece)
-                time.sleep(0.1)
-            sock.shutdown(socket.SHUT_WR)
-            found = read_all(sock)
-            assert found.count(b"HTTP/1.1 ") == 1 and status(found) == 400
+            sock.sendall(first)
+            until(lambda: any(server.call(lambda: [each._num_header_bytes for each in server.listener.connections])))
+            sock.sendall(rest)
+            found = sock.recv(65536)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            found += read_all(sock)
+            assert [int(part[:3]) for part in found.split(b"HTTP/1.1 ")[1:]] == answers and reason in found
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
