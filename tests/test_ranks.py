@@ -1,5 +1,6 @@
 """`penstock serve` over several ranks, as its user runs it: it answers, and whatever is killed, nothing is left."""
 
+import contextlib
 import os
 import re
 import signal
@@ -25,7 +26,14 @@ def server(folder: Path) -> Iterator[Command]:  # noqa: F811
 
 
 def children(pid: int) -> list[int]:
-    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """In the order of their start. The kernel's own list needs CONFIG_PROC_CHILDREN."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found[int(path.parent.name)] = int(fields[19])
+    return sorted(found, key=lambda child: (found[child], child))
 
 
 def family(server: Command) -> list[int]:

@@ -22,7 +22,7 @@ from tests.support.refusals import hardest
 SECTOR = 512
 SMALL = 600  # bytes of a payload, so that many fit into a second
 CELL = cell_bytes(SMALL)
-NEVER_BYPASSED = DiskLimits(health=HealthLimits(max_errors=10**9))
+NEVER_BYPASSED = DiskLimits(health=HealthLimits(max_errors=10**9, stall_s=60.0))
 
 
 class LossyCalls(SystemCalls):

@@ -32,6 +32,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
+from tests.support.programs import open_files
 from tests.support.refusals import hardest_rows, table
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
@@ -121,8 +122,7 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
         tensors[name] = value
     else:
         tensors[name][place] = value
-    gc.collect()  # what tests before this one have left behind is not to go meanwhile
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     path = saved("llama", tensors, tmp_path / "other")
     sources = [str(path), str(path / "model.safetensors")]
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
                 executor.update_weights(source)
             assert executor.info == info and said(executor) == expected
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not open_files() - before
 
 
 def test_another_model_a_file_cut_short_and_open_memory_are_refused(
@@ -165,9 +165,16 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
         assert said(executor) == expected
     for fd in unsealed:
         os.close(fd)
-    executor.update_weights(str(whole))  # a file of tensors on a disk will do, and one on a tmpfs
+    executor.update_weights(str(whole))  # a file of tensors will do
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
+def test_a_file_of_tensors_on_a_tmpfs_will_do() -> None:
+    executor = executor_of(folder("llama"))
     with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
-        executor.update_weights(str(shutil.copy(whole, file.name)))
+        save_file(changed(named("llama")), file.name)
+        executor.update_weights(file.name)
+    assert said(executor) != said(executor_of(folder("llama")))
 
 
 Bits = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -281,13 +288,12 @@ def test_a_model_of_codes_takes_numbers_and_goes_back() -> None:
 
 def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
     table = torch.randn(4, 8)
-    gc.collect()
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with SharedTensors({"model.embed_tokens.weight": table, "lm_head.weight": table}) as shared:
         assert list(load_file(shared.path)) == ["model.embed_tokens.weight"]
         with pytest.raises(OSError):
             Path(shared.path).write_bytes(b"other")
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize(("case", "host"), [pytest.param("llama", 0, marks=pytest.mark.slow), ("qwen3.5", 2**20)])

@@ -18,13 +18,15 @@ POINTS = ("open", "writev", "readv", "allocate", "truncate", "sync", "rename", "
 
 
 class Fault(NamedTuple):
-    """What happens at `points`: wait, then fail with `error`, or move only a part (`short`), or flip a bit (`flip`)."""
+    """What happens at `points`: wait, for a time or until an event, then fail with `error`, or move only a part (`short`),
+    or flip a bit (`flip`)."""
 
     points: tuple[str, ...] = POINTS
     error: int = 0
     short: bool = False
     flip: bool = False
     delay_s: float = 0.0
+    until: threading.Event | None = None
     probability: float = 1.0
     at: int | None = None  # only the call with this number, counted from 0 over all points together
 
@@ -80,6 +82,8 @@ class FaultyCalls(SystemCalls):
         for fault in struck:
             if fault.delay_s:
                 time.sleep(fault.delay_s)
+            if fault.until is not None:
+                fault.until.wait()
             if fault.error:
                 raise OSError(fault.error, f"{os.strerror(fault.error)} (on purpose, at {point})")
             if fault.short or fault.flip:

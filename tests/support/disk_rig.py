@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.cache.tiers.base import StoreResult
 from penstock.cache.tiers.disk.snapshot import cells_within, min_capacity
-from penstock.cache.tiers.disk.tier import DiskTier
+from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
+from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.memory import huge_buffer
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +37,15 @@ def start_python(code: str, *arguments: object, **more: Any) -> "subprocess.Pope
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, **more)
 
 
+# A busy machine is not taken for a disk that hangs, which makes misses of hits.
+PATIENT = DiskLimits(health=HealthLimits(stall_s=60.0))
+
+
 class Rig:
     """A tier and what a caller does around it. Every load that ends well is compared."""
 
     def __init__(self, path: Path, cells: int = 16, chunk: int = CHUNK, fingerprint: bytes = b"model", **more: Any):
-        capacity = capacity_for(cells, chunk)
+        capacity, more = capacity_for(cells, chunk), {"limits": PATIENT, **more}
         self.chunk = chunk
         self.tier = DiskTier(path, capacity_bytes=capacity, chunk_bytes=chunk, fingerprint=fingerprint, **more)
 
@@ -49,7 +54,7 @@ class Rig:
         buffer[: len(content)] = content
         return buffer
 
-    def wait(self, count: int = 1, timeout_s: float = 30.0) -> list[StoreResult]:
+    def wait(self, count: int = 1, timeout_s: float = 60.0) -> list[StoreResult]:
         """The next `count` completions."""
         ended: list[StoreResult] = []
         deadline_s = time.monotonic() + timeout_s

@@ -22,7 +22,7 @@ CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
 FINGERPRINT = b"f" * 32
 SECRET = "a secret that is long enough"
 QUICK = LinkLimits(
-    deadline_s=30.0, reconnect_s=(0.02, 0.1), health=HealthLimits(first_pause_s=0.05, longest_pause_s=0.2)
+    deadline_s=60.0, reconnect_s=(0.02, 0.1), health=HealthLimits(stall_s=60.0, first_pause_s=0.05, longest_pause_s=0.2)
 )
 
 
@@ -115,7 +115,7 @@ def opened(
 
 def until(is_so: Callable[[], bool], what: str) -> None:
     """Wait for what another thread does; the time is only there to end a broken test."""
-    ends_s = time.monotonic() + 30
+    ends_s = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < ends_s, f"never: {what}"
         time.sleep(0.002)

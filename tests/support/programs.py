@@ -1,5 +1,6 @@
 """Python programs of the tests as processes of their own: those that are talked with line by line, and the commands."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,16 @@ class Command:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def open_files() -> Counter[str]:
+    """Return what the descriptors of this process stand for. Subtracting an earlier result leaves what has come since: what
+    other tests have left behind may go meanwhile."""
+    found: Counter[str] = Counter()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own, and what other threads close
+            found[os.readlink(each)] += 1
+    return found
 
 
 def all_gone(pids: list[int], timeout_s: float = 120.0) -> bool:
