@@ -4,7 +4,6 @@
 `make check`. A budget is a limit with room for a fix and its test; a feature that needs more removes something else.
 """
 
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -18,17 +17,16 @@ def lines(paths: list[Path]) -> int:
     return sum(path.read_text().count("\n") for path in paths)
 
 
-def counted(*folders: str) -> list[Path]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    paths = [ROOT / name for name in listed if name.endswith(COUNTED)]
-    return [path for path in paths if path.is_file()]
+def source_files(*folders: str) -> list[Path]:
+    """Return the source files in folders of the project, also where it is no git checkout."""
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")))
+    return [path for path in paths if path.name.endswith(COUNTED) and path.is_file()]
 
 
 def sizes() -> dict[str, int]:
-    found = {room: lines(counted(room)) for room in ROOMS}
+    found = {room: lines(source_files(room)) for room in ROOMS}
     found["product"] = sum(found.values())
-    found |= {folder: lines(counted(folder)) for folder in ("benchmarks", "tests")}
+    found |= {folder: lines(source_files(folder)) for folder in ("benchmarks", "tests")}
     return found
 
 

@@ -4,9 +4,9 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.size import ROOT, source_files
+
 ROOMS = ("engine", "executor", "cache", "eplb", "router", "prove")
 # Folders in plain technical English. The tests are not yet.
 PLAIN = ("benchmarks", "cache", "csrc", "engine", "eplb", "executor", "prove", "router", "src")
@@ -14,20 +14,9 @@ CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ |^ \* )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
 
 
-def files(*folders: str) -> list[Path]:
-    """What git knows or would know of: no build output."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [
-        ROOT / name
-        for name in listed
-        if name.endswith((".py", ".c", ".h", ".js", ".html", ".css")) and (ROOT / name).is_file()
-    ]
-
-
 def test_no_two_classes_of_the_product_have_one_name() -> None:
     places = defaultdict(list)
-    for path in files(*ROOMS):
+    for path in source_files(*ROOMS):
         if path.suffix == ".py":
             for name in CLASS.findall(path.read_text()):
                 places[name].append(str(path.relative_to(ROOT)))
@@ -36,12 +25,12 @@ def test_no_two_classes_of_the_product_have_one_name() -> None:
 
 def test_no_file_name_stands_twice_in_a_room() -> None:
     for room in ROOMS:
-        names = Counter(path.name for path in files(room) if path.name != "__init__.py")
+        names = Counter(path.name for path in source_files(room) if path.name != "__init__.py")
         assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_docstring_and_no_comment_line_begins_without_its_subject() -> None:
-    lines = [(path, line) for path in files(*PLAIN) for line in path.read_text().splitlines()]
+    lines = [(path, line) for path in source_files(*PLAIN) for line in path.read_text().splitlines()]
     assert [f"{path.relative_to(ROOT)}: {line.strip()}" for path, line in lines if RIDDLE.search(line)] == []
 
 

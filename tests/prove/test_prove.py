@@ -169,8 +169,8 @@ def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered
                 await asyncio.sleep(3600)
             await super().answer(path, body, *streams)
 
-    result = proven(Silent(), duration=2.0, timeout=60.0)
-    assert result["seconds"] < 60 and result["answers"]["left out"] and "hang" not in result["findings"]
+    result = proven(Silent(), duration=2.0, timeout=3600.0)  # longer than the test may take
+    assert result["answers"]["left out"] and "hang" not in result["findings"]
 
 
 def test_too_little_time_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_the_first_token_is_waited_for_and_nothing_is_left_running(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [sys.executable, "-c", SERVER, "{port}", str(pids)]
-    assert startup.first_token_s(command, prompt="Hi", timeout_s=30) >= 0.3
+    assert startup.first_token_s(command, prompt="Hi", timeout_s=120) >= 0.3
     assert all_gone([*map(int, pids.read_text().split())])
 
 
 def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model: x')"]
     with pytest.raises(startup.StartupError, match=r"ended with code 1\nno such model: x"):
-        startup.first_token_s(command, timeout_s=30)
+        startup.first_token_s(command, timeout_s=120)
 
 
 def test_a_server_that_never_answers_is_given_up() -> None:
@@ -89,7 +89,7 @@ def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path) ->
         ["env", "--default-signal", sys.executable, "-m", "penstock.cli", "bench", "startup", "--command", command],
         stderr=subprocess.PIPE,
     ) as command_line:
-        until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         command_line.send_signal(number)
         assert command_line.wait(60) == 130
     assert all_gone([*map(int, pids.read_text().split())])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,13 +55,16 @@ def test_a_line_has_what_the_request_was_and_took() -> None:
     ):
         headers = {"authorization": "Bearer second-key", "x-request-id": "mine"}
         body = {"model": MODEL, "prompt": "a prompt of twenty characters", "max_tokens": 3, "n": 2}
+        begun_s = time.monotonic()
         answer = server.http.post("/v1/completions", json=body, headers=headers)
         until(lambda: len(found) == 1)
+        ended_s = time.monotonic()
         server.app.service.spans.close()
         (trace_id,) = {span.trace_id for span in collector.spans}
     line = json.loads(found[0])
     assert answer.json()["id"] == "cmpl-" + line.pop("id")
-    assert 0 < line.pop("first_token_ms") <= line.pop("total_ms") < 60_000 and line.pop("time")[10] == "T"
+    assert 0 < line.pop("first_token_ms") <= line.pop("total_ms") < 1000 * (ended_s - begun_s)
+    assert line.pop("time")[10] == "T"
     assert line == {
         "route": "/v1/completions",
         "status": 200,
