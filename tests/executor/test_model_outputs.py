@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from penstock import LLM, SamplingParams
 from penstock.engine.front.submit import Pooling
-from penstock.executor.code_types import has_vectors
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
@@ -26,7 +25,6 @@ from tests.support.small_models import CASES, folder, greedy, random_model, refe
 from tests.support.stored_models import OUTER, stored, text_of_images
 
 STATES = ("granite4-mamba", "qwen3-next", "lfm2")
-needs_codes = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
 
 
 def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less() -> None:
@@ -185,7 +183,6 @@ def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[s
     assert Driver(executor).one_by_one(16, given) == [greedy(case, prompt, 16)[0] for prompt in given]
 
 
-@needs_codes
 def test_the_file_is_let_go_as_soon_as_it_is_loaded() -> None:
     """Held by a cycle until the collector came by, it took its size in memory once more."""
     path, _ = stored("gguf/mixed")

@@ -24,7 +24,15 @@ from penstock.executor.ranks import rank
 from tests.executor.test_inputs import on_device
 from tests.executor.test_runner import drafts_of
 from tests.support import gguf_files, packed_models, small_models
-from tests.support.checkpoints import compute_codes_as_a_gpu, compute_with, config_of, executor_of, prompts, running
+from tests.support.checkpoints import (
+    compute_codes_as_a_gpu,
+    compute_with,
+    compute_without_vectors,
+    config_of,
+    executor_of,
+    prompts,
+    running,
+)
 from tests.support.coded import FILE_TYPES
 from tests.support.driver import Driver
 from tests.support.simulation import Simulation, submit
@@ -39,6 +47,7 @@ PLAIN = [
     *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
 ]
 DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
+PORTABLE = ("gpt-oss", "qwen3.5")
 BY_TORCH = ("gpt-oss", "deepseek-v3")
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
 LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
@@ -46,7 +55,8 @@ LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("mo
 
 class Row(NamedTuple):
     name: str  # of stored_models.py
-    way: str = "cpu"  # or "torch": with plain operations; "gpu", "gpu of experts": with codes, by twins of kernels
+    way: str = "cpu"  # or "torch": with plain operations; "gpu", "gpu of experts": with codes, by twins of kernels;
+    # "portable": as on a CPU without vector instructions of ours
     num_tokens: int = 24
     ranks: int = 1
     kept: str | None = None  # the entry of the memory table that coded weights are in
@@ -81,6 +91,8 @@ def stored_rows() -> Iterator[Row]:
     yield Row("mxfp4/gpt-oss", "cpu", 16, 1, CODES, "auto")
     yield Row("mxfp4/gpt-oss", "cpu", 16, 1, NUMBERS)
     yield Row("mxfp4/gpt-oss", "gpu of experts", 16, 1, CODES, "auto")
+    for name in ("gguf/mixed", "gguf/qwen3-moe", "awq-gated", "gptq-ordered", "packed-8", "mxfp4/gpt-oss"):
+        yield Row(name, "portable", 12, 1, NUMBERS, "auto")
     yield Row("awq-32", "ranks", 12, 2, CODES, "auto")
     yield Row("packed-8", "ranks", 12, 2, CODES, "auto")
     yield Row("gptq-ordered", "ranks", 12, 2, NUMBERS, "auto")
@@ -92,16 +104,17 @@ def stored_rows() -> Iterator[Row]:
 
 
 def marked() -> Iterator[Any]:
-    without_avx2 = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
     rows = [(Row(name), name in DIVERSE) for name in CASES | RECURRENT]
+    rows += [(Row(name, "portable", 16), True) for name in PORTABLE]
     rows += [(Row(name, "torch", 16), name in BY_TORCH) for name in PLAIN]
     for speed, _, name, ranks, *by_experts in (line for line in LINES if line[1:2] == ["ranks"]):
         rows.append((Row(name, "ranks", 12, int(ranks), by_experts=bool(by_experts)), speed == "fast"))
     assert {str(row) for row in stored_rows()} >= HARDEST
     rows += [(row, str(row) in HARDEST) for row in stored_rows()]
     for row, is_fast in rows:
-        marks = [*([] if is_fast else [pytest.mark.slow]), *([without_avx2] if row.is_stored else [])]
-        yield pytest.param(row, id=str(row), marks=marks)
+        if row.kept == CODES and row.way in ("cpu", "ranks") and not has_vectors():
+            row = row._replace(kept=NUMBERS)
+        yield pytest.param(row, id=str(row), marks=() if is_fast else pytest.mark.slow)
 
 
 @contextmanager
@@ -115,6 +128,8 @@ def opened(row: Row, request: pytest.FixtureRequest) -> Iterator[Any]:
     if row.way == "torch":
         compute_with(patch, torch_ops)
         patch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
+    elif row.way == "portable":
+        compute_without_vectors(patch)
     elif row.way == "gpu":
         compute_codes_as_a_gpu(patch)
     elif row.way == "gpu of experts":  # its grouped products take the codes of all experts in one tensor

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2's ip"
+        os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="network namespaces need root and iproute2's ip; make nightly runs this file",
     ),
 ]
 SPACES = {f"penstock{number}": f"10.213.77.{number}" for number in (1, 2)}

@@ -108,3 +108,11 @@ def compute_with(patch: pytest.MonkeyPatch, ops: Ops) -> None:
 def compute_codes_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let models keep the codes that the kernels of a GPU take, and compute with the kernels' twins."""
     compute_with(patch, changed(torch_ops, has_packed=True, fused_experts=fused_experts, blocks=eight_bits))
+    patch.setattr("penstock.executor.models.load.has_vectors", lambda: True)
+
+
+def compute_without_vectors(patch: pytest.MonkeyPatch) -> None:
+    """Compute as on a CPU without AVX2, of ARM for one: torch multiplies, and codes become numbers when they are loaded."""
+    for module in ("kernels.cpu_product", "models.load"):
+        patch.setattr(f"penstock.executor.{module}.has_vectors", lambda: False)
+    patch.setattr("penstock.executor.kernels.cpu_ops.levels", lambda: ["portable"])
