@@ -188,7 +188,7 @@ def test_a_stalled_peer_gives_every_buffer_back_at_the_deadline_and_is_too_late_
         assert ended(peer, 5) == dict.fromkeys(tickets, False)
         assert peer.stats()["failures"] == {"late": 5}
         assert len(kept) == 2, "no more is asked for than the window allows"
-        liar.answer = answer_all
+        liar.answer, peer._limits = answer_all, QUICK
         ticket = peer.start_load(KEYS[9], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: True}
         assert peer.stats()["late_reads"] == 2 and buffer == b"\xaa" * CHUNK
@@ -205,6 +205,7 @@ def test_a_silent_peer_is_bypassed_and_comes_back() -> None:
         until(lambda: liar.num_greetings >= 3, "it is asked again and again")
         liar.greets, liar.answer = True, right
         until(lambda: len(peer) == 40, "it is back")
+        peer._limits = QUICK
         ticket = peer.start_load(KEYS[3], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: True}
 

@@ -94,7 +94,7 @@ def test_what_was_removed_stays_removed() -> None:
 
 
 def hang(_seen: Seen, _sock: socket.socket) -> None:
-    threading.Event().wait(1)
+    threading.Event().wait(60)
 
 
 def died(url: str, patience_s: float = 60.0) -> bool:
