@@ -42,10 +42,9 @@ class ChoicesWriter(Writer):
                 self._updates[index][update.index].append(update)
                 continue
             for chunk in self._chunks(index, update):
-                if self._options.continuous_usage_stats:
-                    chunk["usage"] = usage([answer], answer.num_tokens, self._explains)
-                elif self._options.include_usage:
-                    chunk["usage"] = None
+                if self._options.include_usage:  # as in vLLM, continuous_usage_stats needs it too
+                    is_shown = self._options.continuous_usage_stats
+                    chunk["usage"] = usage([answer], answer.num_tokens, self._explains) if is_shown else None
                 self._events.append(_event(chunk))
 
     async def end(self) -> None:
@@ -99,6 +98,8 @@ def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) ->
     form = request.response_format
     if form is not None and form.json_schema is not None and form.type != "json_schema":  # it would have no effect
         raise InvalidRequest("response_format.json_schema", f"the type {form.type!r} has no schema")
+    if form is not None and form.schema is not None and form.type != "json_object":
+        raise InvalidRequest("response_format.schema", f"only the type 'json_object' has it, not {form.type!r}")
     if form is not None and form.type != "text":
         if wanted is not None:
             raise InvalidRequest("structured_outputs", "give only one of it and response_format")
@@ -109,6 +110,9 @@ def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) ->
 
 
 def _of_format(call: Call, given: ResponseFormat) -> StructuredOutputs:
+    if given.schema is not None:
+        call.paths["structured_outputs.json"] = call.client_path("response_format.schema")
+        return StructuredOutputs(json=given.schema)
     if given.type == "json_object":
         call.paths["structured_outputs.json_object"] = call.client_path("response_format")
         return StructuredOutputs(json_object=True)

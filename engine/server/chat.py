@@ -12,7 +12,7 @@ from penstock.engine.server.answers import ChoicesWriter, sampling_params, token
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import check_prompt_logprobs, given_ids, render, to_ids
+from penstock.engine.server.prompts import apply_verbosity, check_prompt_logprobs, given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import Reading, ReadingPlan
@@ -25,6 +25,7 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
     # For error messages: the engine's name of a field may differ from the client's name.
     names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
     call.paths |= {name: other for name, other in names if getattr(request, other) is not None}
+    apply_verbosity(request, service, call.ignored)
     conversation = Conversation(len(body), call.paths)
     prompt_ids = given_ids(call, "messages", request.messages)
     if prompt_ids is None:
@@ -86,10 +87,9 @@ class ChatWriter(ChoicesWriter):
     def _object(self, choices: list[list[Update]]) -> Json:
         request, (answer,) = self._request, self._call.answers
         reply = self._named("chat.completion", [self._choice(update) for update in choices[0]])
-        if request.return_token_ids:
-            reply["prompt_token_ids"] = answer.prompt_token_ids
-        if request.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(self._tokenizer, answer.prompt_logprobs)
+        reply["prompt_token_ids"] = answer.prompt_token_ids if request.return_token_ids else None
+        has_logprobs = request.prompt_logprobs is not None
+        reply["prompt_logprobs"] = prompt_logprobs(self._tokenizer, answer.prompt_logprobs) if has_logprobs else None
         return reply
 
     def _choice(self, update: Update) -> Json:

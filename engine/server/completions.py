@@ -92,10 +92,13 @@ class CompletionWriter(ChoicesWriter):
         }
         if is_first and request.echo:
             choice["text"] = self._echo(place) + update.text
-        if is_first and request.return_token_ids:
-            choice["prompt_token_ids"] = self._call.answers[place].prompt_token_ids
-        if request.prompt_logprobs is not None:  # never in a stream
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
+        answer, is_whole = self._call.answers[place], not request.stream
+        if is_whole or (is_first and request.return_token_ids):
+            choice["prompt_token_ids"] = answer.prompt_token_ids if request.return_token_ids else None
+        if is_whole:
+            has_logprobs = request.prompt_logprobs is not None
+            found = prompt_logprobs(self._tokenizer, answer.prompt_logprobs) if has_logprobs else None
+            choice["prompt_logprobs"] = found
         return choice
 
     def _index(self, place: int, update: Update) -> int:

@@ -5,6 +5,7 @@ the GIL, so other requests' streams continue.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -87,7 +88,8 @@ async def to_ids(
         adds = bool(request.add_special_tokens) if field == "messages" else request.add_special_tokens is not False
         prompts = await in_thread_if(sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, adds))
     if keep:
-        prompts = [ids[-keep:] for ids in prompts]
+        is_right = isinstance(request, PromptRequest) and request.truncation_side == "right"
+        prompts = [ids[:keep] if is_right else ids[-keep:] for ids in prompts]
     for ids in prompts:
         check_length(len(ids), info, field, num_answered)
     return [token_bytes(ids, info.vocab_size, field) for ids in prompts]
@@ -102,6 +104,16 @@ def given_ids(call: Call, field: str, raw: Raw) -> list[int] | None:
 
 async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
+
+
+def apply_verbosity(request: ChatRequest | TokenizeRequest, service: Service, ignored: list[str]) -> None:
+    """Hand `verbosity` to a template that has such a variable; otherwise it is ignored, and named in `ignored`."""
+    if request.verbosity is None:
+        return
+    if service.template is not None and re.search(r"\bverbosity\b", service.template.source):
+        request.chat_template_kwargs = {"verbosity": request.verbosity, **(request.chat_template_kwargs or {})}
+    else:
+        ignored.append("verbosity")
 
 
 async def render(request: ChatRequest | TokenizeRequest, conversation: Conversation, service: Service) -> str:
@@ -134,7 +146,7 @@ async def count_tokens(request: ChatRequest, conversation: Conversation, service
 
 
 def _kept_tokens(truncate_to: int | None, info: ModelInfo, num_answered: int) -> int:
-    """Return how many tokens to keep at the end of a prompt, or 0 for all. A `truncate_to` of -1 keeps what fits."""
+    """Return how many tokens of a prompt to keep, or 0 for all. A `truncate_to` of -1 keeps what fits."""
     field = "truncate_prompt_tokens"
     if truncate_to is None:
         return 0

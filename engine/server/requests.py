@@ -53,6 +53,7 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None  # with json_object, as in llama.cpp
 
 
 class PromptRequest(msgspec.Struct, kw_only=True):
@@ -60,6 +61,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is cut off
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -153,11 +155,28 @@ class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tool_choice`: exactly this function."""
-
+class AllowedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: FunctionName
     type: Literal["function"] = "function"
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice.allowed_tools`: calls of only these tools. The prompt shows all tools, so that its prefix stays cached."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice`: exactly this function, or calls of some of the tools."""
+
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+
+    def __post_init__(self) -> None:
+        if [self.function is None, self.allowed_tools is None] != [self.type != "function", self.type == "function"]:
+            raise ValueError(f"the type {self.type!r} needs the field {self.type!r}, and no other")
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -172,6 +191,7 @@ class ChatRequest(GenerateRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    verbosity: str | None = None  # handed to a template that has such a variable; else ignored
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -205,8 +225,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    verbosity: str | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
 
 

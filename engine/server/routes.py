@@ -84,7 +84,9 @@ def _ready(service: Service) -> Response:
 def _tokenizer_info(service: Service) -> dict[str, Any]:
     """Return special tokens and template under tokenizer_config.json's names, for clients that render prompts."""
     sources = {} if service.template is None else service.template.sources
-    return {**service.tokenizer.special_tokens, "chat_template": sources.get("default")}
+    # The class of transformers that loads any tokenizer.json; the server itself uses none of its classes.
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": sources.get("default")}
+    return {**service.tokenizer.special_tokens, **names}
 
 
 # The GET routes that show the state of the server: a response, or an object for JSON.

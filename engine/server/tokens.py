@@ -9,20 +9,20 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
-from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
+from penstock.engine.server.prompts import apply_verbosity, decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, NoFields, TokenizeRequest, parse, parse_control
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 
 async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Return the token ids of `prompt`, or of `messages` under the chat template."""
+    """Return the token ids of `prompt`, or of `messages` under the chat template, and their strings on request."""
     request = parse(body, TokenizeRequest, call.ignored)
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
         raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-    for name in () if has_messages else (*RENDERING, "tools", "tool_choice"):
+    for name in () if has_messages else (*RENDERING, "verbosity", "tools", "tool_choice"):
         if getattr(request, name) is not None:
             raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs as much here as for a completion, so it is subject to the same admission.
@@ -31,11 +31,16 @@ async def tokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:
         if text is None:
             conversation = Conversation(len(body), call.paths)
             conversation.read(request.messages, service.info, call.ignored)
+            apply_verbosity(request, service, call.ignored)
             text = await render(request, conversation, service)
         field = "messages" if has_messages else "prompt"
         (packed,) = await to_ids(field, [text], service, request, num_answered=0)
     ids = array("i", packed).tolist()
-    return {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}
+    strings = None
+    if request.return_token_strs:
+        as_string = service.tokenizer.backend.id_to_token
+        strings = await in_thread_if(len(ids) > INLINE_CHARS, lambda: [*map(as_string, ids)])
+    return {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids, "token_strs": strings}
 
 
 async def detokenize(service: Service, call: Call, body: bytes) -> dict[str, Any]:

@@ -151,11 +151,10 @@ class Tools:
             return None
         asked = request.structured_outputs
         functions = _functions(tools, self._config.coerce_one_of or (asked is not None and asked.coerce_one_of))
+        is_named = isinstance(choice, NamedTool) and choice.allowed_tools is None
         if isinstance(choice, NamedTool):
-            chosen = choice.function.name
-            functions = [function for function in functions if function.name == chosen]
-            if not functions:
-                raise InvalidRequest("tool_choice.function.name", f"{clip(chosen)!r} is not among the tools")
+            functions = _chosen(functions, choice)
+            choice = "required" if choice.allowed_tools is None else choice.allowed_tools.mode
         if choice == "none":
             return None
         if self.form is None:
@@ -163,7 +162,7 @@ class Tools:
         must = choice != "auto"
         if must:
             functions = [function._replace(is_strict=True) for function in functions]
-        many = request.parallel_tool_calls is not False and self.form.has_many and not isinstance(choice, NamedTool)
+        many = request.parallel_tool_calls is not False and self.form.has_many and not is_named
         return Calls(self.form, functions, must, many)
 
     async def plan(
@@ -244,6 +243,17 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
         }}
         for tool in tools
     ]  # fmt: skip
+
+
+def _chosen(functions: list[ToolSpec], choice: NamedTool) -> list[ToolSpec]:
+    """Return the functions that `choice` names."""
+    names = {} if choice.function is None else {"tool_choice.function.name": choice.function.name}
+    for place, tool in enumerate(choice.allowed_tools.tools if choice.allowed_tools is not None else ()):
+        names[f"tool_choice.allowed_tools.tools[{place}].function.name"] = tool.function.name
+    for field, name in names.items():
+        if all(name != function.name for function in functions):
+            raise InvalidRequest(field, f"{clip(name)!r} is not among the tools")
+    return [function for function in functions if function.name in names.values()]
 
 
 def _functions(tools: list[Tool], coerce_one_of: bool) -> list[ToolSpec]:

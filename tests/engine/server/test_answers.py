@@ -11,6 +11,7 @@ from penstock.engine.server import answer_writer, completions
 from penstock.engine.server.embeddings import _vector
 from penstock.engine.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from penstock.engine.server.requests import EmbeddingRequest
+from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import TokenLogprobs
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import MODEL, Running, events, running
@@ -181,6 +182,9 @@ def test_the_model_s_own_defaults_apply_where_the_request_says_nothing() -> None
 def test_a_truncated_prompt_keeps_its_end(server: Running) -> None:
     answer = server.complete("abcdef", truncate_prompt_tokens=2, max_tokens=2, echo=True).json()
     assert answer["choices"][0]["text"] == "efef"
+    asked = {"truncate_prompt_tokens": 2, "truncation_side": "right", "max_tokens": 1, "return_token_ids": True}
+    assert server.complete("abcdef", **asked).json()["choices"][0]["prompt_token_ids"] == [*b"ab"]
+    assert server.chat(**asked).json()["prompt_token_ids"] == [*b"us"]
     assert server.complete([97] * 5000, truncate_prompt_tokens=-1).status_code == 400  # ids beyond the context: refused
     assert server.complete("a" * 5000, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 999
 
@@ -225,6 +229,8 @@ def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server: Running) ->
         assert [piece["usage"] for piece in pieces] == [None] * 3
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 3
+        alone = send(max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True})
+        assert all("usage" not in event for event in events(alone))
         options = {"include_usage": True, "continuous_usage_stats": True}
         *pieces, last = events(send(max_tokens=3, stream=True, stream_options=options))
         assert [piece["usage"]["completion_tokens"] for piece in pieces] == [1, 2, 3]
@@ -248,8 +254,29 @@ def test_template_variables_reach_the_template(server: Running) -> None:
 
     assert prompt(chat_template_kwargs={"enable_thinking": False}) == "user: hello\n[thinking False]>"
     assert prompt(reasoning_effort="low") == "user: hello\n[thinking True][effort low]>"
+    assert prompt(verbosity="low") == "user: hello\n>"
     assert prompt(add_generation_prompt=False) == "user: hello\n"
     assert prompt(continue_final_message=True) == "user: hello"
+
+
+def test_verbosity_is_handed_to_a_template_that_has_it_and_named_where_it_is_ignored(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "verbosity": "low"}
+    with running(template=ChatTemplate("{{ verbosity or 'medium' }}{% for m in messages %}{% endfor %}")) as short:
+        for fields, prompt in (({}, "low"), ({"chat_template_kwargs": {"verbosity": "high"}}, "high")):
+            answer = short.chat(**body, **fields, max_tokens=1)
+            assert (short.prompt, "x-penstock-ignored" in answer.headers) == (prompt, False)
+        assert bytes(short.post("/tokenize", body).json()["tokens"]) == b"low"
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert server.post(path, body).headers["x-penstock-ignored"] == "verbosity"
+
+
+def test_what_a_whole_answer_lacks_of_its_prompt_is_null(server: Running) -> None:
+    fields = ("prompt_token_ids", "prompt_logprobs")
+    (choice,) = server.complete(max_tokens=1).json()["choices"]
+    for reply in (choice, server.chat(max_tokens=1).json()):
+        assert [reply[field] for field in fields] == [None, None]
+    for event in events(server.complete(max_tokens=1, stream=True)):
+        assert not {*fields} & event["choices"][0].keys()
 
 
 def test_a_model_without_a_template_can_only_complete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +309,7 @@ def test_pooling_is_the_server_s_unless_asked_for() -> None:
 
 def test_tokenizing_and_back(server: Running) -> None:
     tokens = server.post("/tokenize", {"prompt": "né"}).json()
-    assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169]}
+    assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": None}
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
     messages = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}

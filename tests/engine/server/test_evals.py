@@ -99,9 +99,12 @@ def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(
 
 def test_the_harness_may_tokenize_here(server: Running) -> None:
     known = server.http.get("/tokenizer_info").json()
+    assert known["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert known["chat_template"] and set(byte_tokenizer().special_tokens) <= set(known)
     body = {"prompt": "abc", "add_special_tokens": False}
-    assert server.post("/tokenize", body).json()["tokens"] == ids("abc")
+    plain = server.post("/tokenize", body).json()
+    assert (plain["tokens"], plain["token_strs"]) == (ids("abc"), None)
+    assert server.post("/tokenize", {**body, "return_token_strs": True}).json()["token_strs"] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("field", "value", "reason"), table(__file__, "reasons"))

@@ -118,6 +118,22 @@ def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen: Runni
         assert grammar_of(free) is not None
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_calls_may_be_limited_to_some_of_the_tools(qwen: Running, mode: str) -> None:
+    """The model is shown all of them, so that the prompt stays the same."""
+    qwen.engine.reply = SAID
+    qwen.chat(messages=MESSAGES, tools=TOOLS)
+    prompt = qwen.prompt
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    message = qwen.chat(messages=MESSAGES, tools=TOOLS, tool_choice=choice).json()["choices"][0]["message"]
+    grammar = grammar_of(qwen) or ""
+    assert qwen.prompt == prompt and "clock" in grammar and "weather" not in grammar
+    assert ("FREE" in grammar) == (mode == "auto")
+    if mode == "auto":
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
+
+
 ODD = dict(cases(__file__, "odd schemas"))
 
 
