@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: answers a conversation, whole or streamed. The agents' APIs also submit through `ask`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from penstock.engine.server.answer_writer import Json, respond
 from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
+from penstock.engine.server.custom_tools import InputDecoder, check_regexes
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import apply_verbosity, check_prompt_logprobs, given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
@@ -25,6 +26,11 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
     # For error messages: the engine's name of a field may differ from the client's name.
     names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
     call.paths |= {name: other for name, other in names if getattr(request, other) is not None}
+    custom = {
+        f"tools[{place}]": tool.custom for place, tool in enumerate(request.tools or ()) if tool.custom is not None
+    }
+    call.paths |= {f"{path}.function": f"{path}.custom" for path in custom}
+    await check_regexes({f"{path}.custom.format.grammar.definition": tool.grammar for path, tool in custom.items()})
     apply_verbosity(request, service, call.ignored)
     conversation = Conversation(len(body), call.paths)
     prompt_ids = given_ids(call, "messages", request.messages)
@@ -82,7 +88,8 @@ class ChatWriter(ChoicesWriter):
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         super().__init__(service, call, request)
         self._request, self._plan = request, plan
-        self._begun: dict[int, Reading] = {}  # choice → its parser
+        self._begun: dict[int, tuple[Reading, _Deltas]] = {}  # choice → its parser and formatter
+        self._custom_tools = {tool.function.name for tool in request.tools or () if tool.custom is not None}
 
     def _object(self, choices: list[list[Update]]) -> Json:
         request, (answer,) = self._request, self._call.answers
@@ -96,7 +103,9 @@ class ChatWriter(ChoicesWriter):
         reading = self._plan.begin()
         return {
             "index": update.index,
-            "message": _message(reading.pieces(update.text, is_last=True)),
+            "message": _message(
+                _Deltas(self._custom_tools).of(reading.pieces(update.text, is_last=True), is_last=True)
+            ),
             "logprobs": self._logprobs(update),
             "finish_reason": reading.finish_reason(update.finish_reason),
             "stop_reason": update.stop_reason,
@@ -112,10 +121,11 @@ class ChatWriter(ChoicesWriter):
         request = self._request
         is_first = update.index not in self._begun
         if is_first:
-            self._begun[update.index] = self._plan.begin()
-        reading = self._begun[update.index]
+            self._begun[update.index] = self._plan.begin(), _Deltas(self._custom_tools)
+        reading, formatter = self._begun[update.index]
         reason = update.finish_reason
-        deltas = [*map(_delta, reading.pieces(update.text, is_last=reason is not None))]
+        is_last = reason is not None
+        deltas = formatter.of(reading.pieces(update.text, is_last=is_last), is_last=is_last)
         shows_tokens = request.return_token_ids or request.logprobs
         if not deltas and (is_first or reason or (shows_tokens and update.token_ids)):
             deltas = [{"content": ""} if self._plan.is_plain else {}]
@@ -144,15 +154,48 @@ class ChatWriter(ChoicesWriter):
         return names | {"choices": choices}
 
 
-def _message(pieces: list[Piece]) -> Json:
-    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+class _Deltas:
+    """Formats the pieces of one choice as deltas of a message. The call of a custom tool has its input as text."""
+
+    def __init__(self, custom_tools: Collection[str]) -> None:
+        self._custom_tools = custom_tools
+        self._num_calls = 0
+        self._input: InputDecoder | None = None  # of the newest call, if it is a custom tool's
+
+    def of(self, pieces: list[Piece], *, is_last: bool) -> list[Json]:
+        deltas: list[Json] = []
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                deltas += self._decoded("", is_last=True)
+                self._num_calls += 1
+                self._input = InputDecoder() if piece.name in self._custom_tools else None
+            if self._input is None or not isinstance(piece, CallStart | Arguments):
+                deltas.append(_delta(piece))
+            elif isinstance(piece, CallStart):
+                custom = {"name": piece.name, "input": ""}
+                deltas.append(
+                    {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "custom", "custom": custom}]}
+                )
+            else:
+                deltas += self._decoded(piece.text)
+        return deltas + (self._decoded("", is_last=True) if is_last else [])
+
+    def _decoded(self, arguments: str, *, is_last: bool = False) -> list[Json]:
+        text = "" if self._input is None else self._input.feed(arguments, is_last=is_last)
+        return [{"tool_calls": [{"index": self._num_calls - 1, "custom": {"input": text}}]}] if text else []
+
+
+def _message(deltas: list[Json]) -> Json:
+    """Join the deltas of a whole answer."""
+    content, reasoning = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
     calls: list[Json] = []
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        elif isinstance(piece, Arguments):
-            calls[piece.call]["function"]["arguments"] += piece.text
+    for part in [part for delta in deltas for part in delta.get("tool_calls", ())]:
+        if "id" in part:
+            calls.append({name: value for name, value in part.items() if name != "index"})
+        elif "custom" in part:
+            calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
     given = content or (None if calls or reasoning else "")
     message: Json = {"role": "assistant", "content": given, "refusal": None}
     return message | {name: value for name, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}

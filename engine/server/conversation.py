@@ -132,7 +132,7 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
         if value is not None and name not in ("refusal", "annotations")
     }
     for call in plain.get("tool_calls", ()):
-        del call["index"]
+        del call["index"], call["custom"]
     if (reasoning := plain.pop("reasoning", None)) is not None:
         plain.setdefault("reasoning_content", reasoning)
     return plain

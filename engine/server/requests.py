@@ -19,6 +19,7 @@ from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 from penstock.engine.server.lenient import declared
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
+from penstock.engine.server.tool_schema import CustomTool, Function, GrammarFormat, TextInput, as_function
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
@@ -103,18 +104,43 @@ class CompletionRequest(GenerateRequest, kw_only=True):
     logprobs: int | None = None
 
 
+def check_type(kind: str, **has: bool) -> None:
+    """Raise ValueError unless, of the fields that belong to one type each, only that of `kind` is there."""
+    if any(there != (name == kind) for name, there in has.items()):
+        raise ValueError(f"the type {kind!r} needs the field {kind!r}, and no field of another type")
+
+
 class PastFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str | dict[str, Any]  # the text of a JSON object, or the object
 
 
+class PastInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A custom tool's call."""
+
+    name: str
+    input: str
+
+
+_NO_CALL = PastFunction("", "")
+_NO_FUNCTION = Function("")
+
+
 class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of an earlier answer, sent back as history."""
+    """A call of an earlier answer, sent back as history. That of a custom tool becomes a call of its function."""
 
     id: Annotated[str, Meta(min_length=1, max_length=256)]
-    function: PastFunction
-    type: Literal["function"] = "function"
+    function: PastFunction = _NO_CALL
+    custom: PastInput | None = None
+    type: Literal["function", "custom"] = "function"
     index: int | None = None  # sent back by clients that assemble a call from a stream
+
+    def __post_init__(self) -> None:
+        check_type(self.type, function=self.function is not _NO_CALL, custom=self.custom is not None)
+        if (custom := self.custom) is not None:
+            as_call = {"function": PastFunction(custom.name, {"input": custom.input}), "type": "function"}
+            for name, value in as_call.items():
+                msgspec.structs.force_setattr(self, name, value)
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -139,16 +165,41 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
+
+
+class ChatGrammarFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    grammar: Grammar
+
+
+class ChatCustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A custom tool, in the chat API's form."""
+
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema of an object; None: the function has no parameters
-    strict: bool | None = None  # refuse a schema that a grammar cannot enforce exactly
+    format: TextInput | ChatGrammarFormat | None = None
+
+    @property
+    def grammar(self) -> GrammarFormat | None:
+        if not isinstance(self.format, ChatGrammarFormat):
+            return None
+        return GrammarFormat(self.format.grammar.syntax, self.format.grammar.definition)
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: Function
-    type: Literal["function"] = "function"
+    """A function, or a custom tool, whose `function` is the one that the model is shown."""
+
+    function: Function = _NO_FUNCTION
+    custom: ChatCustomTool | None = None
+    type: Literal["function", "custom"] = "function"
+
+    def __post_init__(self) -> None:
+        check_type(self.type, function=self.function is not _NO_FUNCTION, custom=self.custom is not None)
+        if (custom := self.custom) is not None:
+            shown = as_function(CustomTool(custom.name, custom.description, custom.grammar))
+            msgspec.structs.force_setattr(self, "function", shown)
 
 
 class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,8 +207,12 @@ class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AllowedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: FunctionName
-    type: Literal["function"] = "function"
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+    type: Literal["function", "custom"] = "function"
+
+    def __post_init__(self) -> None:
+        check_type(self.type, function=self.function is not None, custom=self.custom is not None)
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,15 +223,16 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tool_choice`: exactly this function, or calls of some of the tools."""
+    """`tool_choice`: exactly this tool, or calls of some of the tools."""
 
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
 
     def __post_init__(self) -> None:
-        if [self.function is None, self.allowed_tools is None] != [self.type != "function", self.type == "function"]:
-            raise ValueError(f"the type {self.type!r} needs the field {self.type!r}, and no other")
+        has = {name: getattr(self, name) is not None for name in ("function", "custom", "allowed_tools")}
+        check_type(self.type, **has)
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

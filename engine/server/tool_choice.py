@@ -21,7 +21,7 @@ from penstock.engine.grammar.validator import Validator
 from penstock.engine.http.errors import clip
 from penstock.engine.messages import FinishReason
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.server.requests import ChatRequest, NamedTool, Tool
+from penstock.engine.server.requests import AllowedTool, ChatRequest, NamedTool, Tool
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.stop_strings import StopCondition
 from penstock.engine.text.template import ChatTemplate
@@ -247,9 +247,14 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 
 def _chosen(functions: list[ToolSpec], choice: NamedTool) -> list[ToolSpec]:
     """Return the functions that `choice` names."""
-    names = {} if choice.function is None else {"tool_choice.function.name": choice.function.name}
-    for place, tool in enumerate(choice.allowed_tools.tools if choice.allowed_tools is not None else ()):
-        names[f"tool_choice.allowed_tools.tools[{place}].function.name"] = tool.function.name
+    allowed = choice.allowed_tools.tools if choice.allowed_tools is not None else ()
+    named: dict[str, NamedTool | AllowedTool] = {"tool_choice": choice} if choice.allowed_tools is None else {}
+    named |= {f"tool_choice.allowed_tools.tools[{place}]": tool for place, tool in enumerate(allowed)}
+    names: dict[str, str] = {}
+    for field, tool in named.items():
+        chosen = tool.function or tool.custom
+        assert chosen is not None
+        names[f"{field}.{tool.type}.name"] = chosen.name
     for field, name in names.items():
         if all(name != function.name for function in functions):
             raise InvalidRequest(field, f"{clip(name)!r} is not among the tools")

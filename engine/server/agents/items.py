@@ -21,8 +21,9 @@ from penstock.engine.server.agents.items_schema import (
 )
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
 from penstock.engine.server.lenient import decode_lenient
-from penstock.engine.server.requests import Function, Tool
+from penstock.engine.server.requests import Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
+from penstock.engine.server.tool_schema import Function
 from penstock.executor.protocol import ModelInfo
 
 INPUT: Any = str | list[dict[str, Any]]

@@ -13,7 +13,6 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
-from penstock.engine.server.agents.custom_tools import as_function, check_regexes
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.items_schema import (
@@ -32,9 +31,11 @@ from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation
+from penstock.engine.server.custom_tools import check_regexes
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.service import Service
+from penstock.engine.server.tool_schema import CustomTool, InputFormat, as_function
 
 MAX_CHAIN = 1000  # length of a chain of previous responses
 PATHS = {  # the chat API's field → the field in this API
@@ -55,7 +56,7 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     if request.prompt_cache_options is not None and request.prompt_cache_options.get("prewarm"):
         raise InvalidRequest("prompt_cache_options.prewarm", "every response is generated; send max_output_tokens 1")
     chat, conversation, tools, given = _chat(service, call, request, len(body))
-    await check_regexes(tools)
+    await check_regexes(_formats(tools))
     reply = _reply(service, call, request, [*tools.values()])
     plan = await ask(service, call, chat, conversation)
     keep = partial(_keep, service, call, request, given)
@@ -73,7 +74,7 @@ async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, A
     """Return how many tokens the prompt of a response would have."""
     request = service.accept(call, body, CountItemsRequest, NOT_SERVED)
     chat, conversation, tools, _ = _chat(service, call, request, len(body))
-    await check_regexes(tools)
+    await check_regexes(_formats(tools))
     num_tokens = await prompts.count_tokens(chat, conversation, service)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -124,6 +125,12 @@ def _chat(
     return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
 
 
+def _formats(tools: dict[int, AnyTool]) -> dict[str, InputFormat | None]:
+    """Return the formats of custom tools' inputs by the paths of their texts."""
+    custom = {place: tool for place, tool in tools.items() if isinstance(tool, CustomTool)}
+    return {f"tools[{place}].format.definition": tool.format for place, tool in custom.items()}
+
+
 def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:
     """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
@@ -133,7 +140,8 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
         if any(tool.name == choice.name and tool.__struct_config__.tag != choice.type for tool in tools.values()):
             raise InvalidRequest("tool_choice.type", f"the tool {clip(choice.name)!r} has another type")
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
-    fields["tools"] = chat_tools({place: as_function(tool) for place, tool in tools.items()}, call.paths, "parameters")
+    functions = {place: as_function(tool) if isinstance(tool, CustomTool) else tool for place, tool in tools.items()}
+    fields["tools"] = chat_tools(functions, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
         of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)

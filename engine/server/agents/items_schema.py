@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from penstock.engine.server.other_fields import OTHER_FIELDS
-from penstock.engine.server.requests import Function, JsonSchema, PromptRequest, with_sampling
+from penstock.engine.server.requests import JsonSchema, PromptRequest, with_sampling
+from penstock.engine.server.tool_schema import CustomTool, Function
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[
@@ -108,21 +109,6 @@ VENDOR_TOOLS = re.compile(
 
 class FlatTool(Function, frozen=True, kw_only=True, tag_field="type", tag="function"):
     output_schema: dict[str, Any] | None = None  # ignored, since it does not affect calls
-
-
-class TextInput(Strict, frozen=True, tag_field="type", tag="text"):
-    """Any text is an input."""
-
-
-class GrammarFormat(Strict, frozen=True, tag_field="type", tag="grammar"):
-    syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
-
-
-class CustomTool(Strict, frozen=True, tag_field="type", tag="custom"):
-    name: str
-    description: str | None = None
-    format: TextInput | GrammarFormat | None = None
 
 
 AnyTool = FlatTool | CustomTool

@@ -7,7 +7,8 @@ from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import Id, Strict
 from penstock.engine.server.other_fields import OTHER_FIELDS
-from penstock.engine.server.requests import Function, PromptRequest
+from penstock.engine.server.requests import PromptRequest
+from penstock.engine.server.tool_schema import Function
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.server import prompts
-from penstock.engine.server.agents.custom_tools import InputDecoder
 from penstock.engine.server.agents.response_store import ResponseStore, StoredResponse
+from penstock.engine.server.custom_tools import InputDecoder
 from penstock.engine.text.prompt import INLINE_CHARS, chat_prompt
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.refusals import cases

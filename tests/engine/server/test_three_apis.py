@@ -49,7 +49,10 @@ def whole_chat(reply: dict[str, Any]) -> Seen:
     (choice,) = reply["choices"]
     message = choice["message"]
     calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+        (call["custom"]["name"], call["custom"]["input"])
+        if call["type"] == "custom"
+        else (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
     ]
     assert message["content"] != "", "an empty text is null"
     reasoning, text = message.get("reasoning_content", ""), message["content"] or ""
@@ -60,15 +63,16 @@ def streamed_chat(found: list[dict[str, Any]]) -> Seen:
     deltas = [choice["delta"] for event in found for choice in event["choices"]]
     parts: list[list[str]] = []
     for call in [call for delta in deltas for call in delta.get("tool_calls", ())]:
+        kind, field = ("custom", "input") if "custom" in call else ("function", "arguments")
         if "id" in call:
-            assert (call["index"], call["type"], call["function"]["arguments"]) == (len(parts), "function", "")
-            parts.append([call["function"]["name"], ""])
+            assert (call["index"], call["type"], call[kind][field]) == (len(parts), kind, "")
+            parts.append([call[kind]["name"], "", kind])
         else:
-            assert "name" not in call["function"] and call["function"]["arguments"]
-        parts[call["index"]][1] += call["function"]["arguments"]
+            assert "name" not in call[kind] and call[kind][field] and kind == parts[call["index"]][2]
+        parts[call["index"]][1] += call[kind][field]
     reasons = [choice["finish_reason"] for event in found for choice in event["choices"] if choice["finish_reason"]]
     reasoning, text = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
-    calls = [(name, json.loads(arguments)) for name, arguments in parts]
+    calls = [(name, text if kind == "custom" else json.loads(text)) for name, text, kind in parts]
     return Seen(reasoning, text, calls, "".join(reasons), chat_usage(found[-1]["usage"]))
 
 
@@ -199,7 +203,10 @@ APIS = {
 }
 
 
-CUSTOM = {"responses": APIS["responses"]._replace(tool={"type": "custom", "name": "patch"})}
+CUSTOM = {
+    "responses": APIS["responses"]._replace(tool={"type": "custom", "name": "patch"}),
+    "chat": APIS["chat"]._replace(tool={"type": "custom", "custom": {"name": "patch"}}),
+}
 PATCH = 'Zürich \\n <"\n\t>\U0001f600'  # the input of a custom tool
 
 

@@ -134,6 +134,22 @@ def test_calls_may_be_limited_to_some_of_the_tools(qwen: Running, mode: str) -> 
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
 
 
+def test_a_custom_tool_s_calls_are_shown_as_calls_of_its_function_and_held_to_its_regex(qwen: Running) -> None:
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]{4}"}}
+    year = {"type": "custom", "custom": {"name": "year", "description": "Dates.", "format": regex}}
+    call = {"id": "a", "type": "custom", "custom": {"name": "year", "input": "1999"}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, result("a")]
+    qwen.engine.reply = '<tool_call>\n{"name": "year", "arguments": {"input": "2024"}}\n</tool_call>'
+    named = {"type": "custom", "custom": {"name": "year"}}
+    for choice in (named, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}):
+        answer = qwen.chat(messages=history, tools=[*TOOLS, year], tool_choice=choice)
+        (made,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert (made["type"], made["custom"]) == ("custom", {"name": "year", "input": "2024"})
+        grammar = grammar_of(qwen) or ""
+        assert "[0-9]{4}" in grammar and "weather" not in grammar
+    assert '{"name": "year", "arguments": {"input": "1999"}}' in qwen.prompt and "Dates." in qwen.prompt
+
+
 ODD = dict(cases(__file__, "odd schemas"))
 
 

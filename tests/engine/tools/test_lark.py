@@ -11,8 +11,7 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.server.agents.custom_tools import as_function
-from penstock.engine.server.agents.items_schema import CustomTool, GrammarFormat
+from penstock.engine.server.tool_schema import CustomTool, GrammarFormat, as_function
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS

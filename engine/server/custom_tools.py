@@ -1,8 +1,5 @@
-"""Custom tools of the Responses API: their input is a text instead of JSON.
-
-The model is shown a function with one string, `input`. A regex becomes its `pattern`, which the grammar of calls can
-enforce. A Lark grammar is only described to the model: llguidance cannot apply one inside a JSON string.
-"""
+"""Custom tools of chats and of the Responses API: checks their regexes, and reads their input, which is a text, from the
+JSON that the model writes (tool_schema.as_function)."""
 
 import asyncio
 import json
@@ -10,8 +7,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.engine.grammar.source import check_pattern
-from penstock.engine.server.agents.items_schema import AnyTool, CustomTool, GrammarFormat
-from penstock.engine.server.requests import Function
+from penstock.engine.server.tool_schema import GrammarFormat, InputFormat
 from penstock.engine.text.tools.reader import object_in
 
 _BEGIN = re.compile(r'\s{0,64}+\{\s{0,64}+"input"\s{0,64}+:\s{0,64}+"')
@@ -22,25 +18,12 @@ _CHARS = re.compile(
 )
 
 
-def as_function(tool: AnyTool) -> Function:
-    """Return the function that the model is shown for a tool."""
-    if not isinstance(tool, CustomTool):
-        return tool
-    text, description = {"type": "string"}, tool.description or ""
-    if isinstance(form := tool.format, GrammarFormat):
-        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
-        description += f"\n\nThe input has to match this {kind}:\n{form.definition}"
-        text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
-    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return Function(tool.name, description.strip(), schema)
-
-
-async def check_regexes(tools: Mapping[int, AnyTool]) -> None:
-    """Raise InvalidRequest for an invalid regex. llguidance parses it without the GIL, at up to 30 µs per character."""
-    for place, tool in tools.items():
-        form = tool.format if isinstance(tool, CustomTool) else None
+async def check_regexes(formats: Mapping[str, InputFormat | None]) -> None:
+    """Raise InvalidRequest for an invalid regex, by the path of its text. llguidance parses it without the GIL, at up to
+    30 µs per character."""
+    for field, form in formats.items():
         if isinstance(form, GrammarFormat) and form.syntax == "regex":
-            await asyncio.to_thread(check_pattern, form.definition, f"tools[{place}].format.definition")
+            await asyncio.to_thread(check_pattern, form.definition, field)
 
 
 class InputDecoder:
