@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.model_files import ModelError, recommended_sampling, resolve_model
+from penstock.engine.model_error import ModelError
+from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.loading.checkpoint import open_checkpoint

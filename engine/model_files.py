@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.model_error import ModelError
 from penstock.engine.sampling_params import DEFAULTABLE
 from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.loading import fields
@@ -33,18 +34,11 @@ GGUF_SAMPLING = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 
-MAX_TEMPLATE_BYTES = 1 << 20
-
 # Files to download from the hub. Nothing else is downloaded, in particular no *.py files and no pickled weights.
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 HUB_LEFT_OUT = ("original/*", "onnx/*", "openvino/*")
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-class ModelError(ValueError):
-    """The model cannot be used: it does not exist, or is code, pickle or broken data. The message names the path and says
-    what to do."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -106,21 +100,6 @@ def _gguf_sampling(path: Path) -> dict[str, Any]:
     if not found and metadata.get("general.name") == DEFAULT_GGUF_NAME:
         return DEFAULT_SAMPLING
     return {name: round(value, 6) for name, value in found.items()}  # float32 stores 0.95 as 0.949999988
-
-
-def check_size(what: str, path: Path, most: int) -> None:
-    """Refuse a file that is too large, before it is read."""
-    if path.stat().st_size > most:
-        raise ModelError(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
-
-
-def read_template(what: str, path: Path) -> str:
-    """Read the source of a chat template."""
-    check_size(what, path, MAX_TEMPLATE_BYTES)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{what}: {path} is not UTF-8 text ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("config messages", "core", "options vllm_options engine_options sampling_params model_files", "http", "page",
+    "engine": ("config messages", "core", "options vllm_options engine_options sampling_params model_error model_files", "http", "page",
                "text", "grammar", "front", "server", "commands"),
     "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress child_main process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
@@ -302,8 +302,8 @@ CLOSURES = {
         *("executor.loading", "executor.models", "executor.process_life"),
     }),
     "engine.core.engine_core": (5_500, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
-    "engine.server.app": (12_900, {"prove", "engine.commands.bench"}),
-    "router.app": (9_200, {"engine.grammar", "engine.front", "engine.server"}),
+    "engine.server.app": (12_000, {"prove", "engine.commands.bench"}),
+    "router.app": (8_200, {"engine.grammar", "engine.front", "engine.server", "engine.model_files"}),
 }  # fmt: skip
 LOADED_FILES = """
 import importlib, sys

@@ -20,7 +20,8 @@ from penstock.engine.commands import serve
 from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.engine_options import EngineOptions, engine_config
 from penstock.engine.front.submit import begin_answer
-from penstock.engine.model_files import ModelError, resolve_model
+from penstock.engine.model_error import ModelError
+from penstock.engine.model_files import resolve_model
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema

@@ -14,7 +14,8 @@ from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
-from penstock.engine.model_files import DEFAULT_NAME, ModelError, ModelFiles, recommended_sampling, resolve_model
+from penstock.engine.model_error import ModelError
+from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import add_options, built, flag, given_options
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.model_text import load_tokenizer

@@ -9,10 +9,7 @@ from collections.abc import Set as AbstractSet
 
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import resolve_model
-from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ExecutorConfig, ModelInfo
 
 NO_END = b"<no end>"  # name of an additional id beyond the vocabulary, for a model without end token
 
@@ -36,11 +33,6 @@ class GrammarVocabulary:
         self.num_words = -(-len(tokens) // 32)  # number of 32-bit words in one row of a mask
         encoder = ExactEncoder(tokenizer.backend, tokens, special | {*ends}, ends[0])
         self.backend = LLTokenizer(encoder, len(tokens), ends)  # type: ignore[arg-type]
-
-
-def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> GrammarVocabulary:
-    """Load the vocabulary of the executor's model, for a process that has no tokenizer loaded."""
-    return GrammarVocabulary(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
 
 
 class ExactEncoder:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from penstock.engine.model_files import ModelError
+from penstock.engine.model_error import ModelError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 KNOWN_DECODERS = (

@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelError
+from penstock.engine.model_error import ModelError
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.protocol import ExecutorError

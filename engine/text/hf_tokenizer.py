@@ -16,7 +16,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelError, check_size, read_json, read_template
+from penstock.engine.model_error import ModelError, check_size
+from penstock.engine.model_files import read_json
+from penstock.engine.text.template_files import read_template
 from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json is 35 MB

@@ -1,10 +1,4 @@
-"""Loads the tokenizer and chat template of a model, and computes a digest that identifies both.
-
-Two processes with equal digests turn a request into the same token ids. The router sends token ids only to an engine
-with the same digest.
-"""
-
-import hashlib
+"""Loads the tokenizer and the chat template of a model."""
 
 from penstock.engine.model_files import ModelFiles, resolve_model
 from penstock.engine.text.gguf_tokenizer import tokenizer_from_gguf
@@ -25,13 +19,3 @@ def load_text(model: str | None, chat_template: str | None = None) -> tuple[Toke
     files = resolve_model(model, need_weights=False)
     tokenizer = load_tokenizer(files)
     return tokenizer, load_template(tokenizer, chat_template)
-
-
-def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
-    """Return a digest of 32 hexadecimal characters over everything that determines the token ids of a text."""
-    parts = (tokenizer.backend.to_str(), "" if template is None else template.digest)
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()[:32]

@@ -19,9 +19,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.engine.http.errors import clip
-from penstock.engine.model_files import MAX_TEMPLATE_BYTES, ModelError
+from penstock.engine.model_error import ModelError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.render_time import RenderTimeout, tick
+from penstock.engine.text.template_files import MAX_TEMPLATE_BYTES
 
 MAX_ERROR_CHARS = 300
 MAX_REPEATED = 1 << 20  # elements of a repeated text or list

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelError
+from penstock.engine.model_error import ModelError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
 

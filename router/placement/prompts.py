@@ -15,9 +15,9 @@ from msgspec import Raw
 
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
-from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
 from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.text_digest import text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.placement import Placement, Prompt
 from penstock.router.placement.segments import SegmentCache

@@ -5,14 +5,21 @@ The server starts it as a child process (engine/front/client.py); its loop is in
 
 from penstock.engine.core import process
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import load_vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.model_files import resolve_model
+from penstock.engine.text.model_text import load_tokenizer
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.executors import open_executor
 
 
 def make_compiler(config: ExecutorConfig, info: ModelInfo) -> Compiler:
     """Return a compiler that loads the vocabulary of the executor's model when the first grammar needs it."""
-    return Compiler(lambda: load_vocabulary(config, info))
+
+    def load() -> GrammarVocabulary:
+        tokenizer = load_tokenizer(resolve_model(config.model, need_weights=False))
+        return GrammarVocabulary(tokenizer, info.vocab_size)
+
+    return Compiler(load)
 
 
 def main() -> int:

@@ -2,17 +2,13 @@
 
 import sys
 
+from penstock.core_process import make_compiler
 from penstock.engine.core import process
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import load_vocabulary
 from tests.support.oracle import OracleExecutor
 
 
 def main() -> int:
-    return process.run(
-        lambda config, progress: OracleExecutor(config),
-        lambda config, info: Compiler(lambda: load_vocabulary(config, info)),
-    )
+    return process.run(lambda config, progress: OracleExecutor(config), make_compiler)
 
 
 if __name__ == "__main__":

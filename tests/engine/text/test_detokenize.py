@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders
 
-from penstock.engine.model_files import ModelError
+from penstock.engine.model_error import ModelError
 from penstock.engine.text.detokenize import Detokenizer
 from tests.support import text_samples as samples
 from tests.support.refusals import table

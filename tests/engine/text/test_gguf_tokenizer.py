@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, normalizers
 
-from penstock.engine.model_files import ModelError, ModelFiles
+from penstock.engine.model_error import ModelError
+from penstock.engine.model_files import ModelFiles
 from penstock.engine.text.gguf_tokenizer import SPLITS
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.model_files import ModelError, recommended_sampling, resolve_model
+from penstock.engine.model_error import ModelError
+from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.executor.models.catalogue import TEXT_PARTS
 from penstock.executor.models.registry import ARCHITECTURES
 from tests.support.gguf_files import write

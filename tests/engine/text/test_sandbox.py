@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.model_files import ModelError
+from penstock.engine.model_error import ModelError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate
 from tests.support.refusals import cases
