@@ -16,6 +16,7 @@ from msgspec import Raw
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
+from penstock.engine.text.render_time import RENDER_S, TRIAL_S, Limited, RenderTimeout
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.text_digest import text_digest
 from penstock.engine.text.tokenizer import Tokenizer
@@ -124,7 +125,8 @@ class PromptReader:
 
     def is_long(self, path: str, body: bytes) -> bool:
         """Return whether the request must be prepared in a thread, because it would block the event loop for too long."""
-        return len(body) > INLINE_CHARS and path in PROMPTS
+        is_slow = path == CHAT and self.template is not None and self.template.is_slow
+        return path in PROMPTS and (is_slow or len(body) > INLINE_CHARS)
 
     def prepare(
         self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None = None
@@ -167,13 +169,14 @@ class PromptReader:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
-        text = chat_prompt(
-            self.template,
-            [{name: value for name, value in message.items() if value is not None} for message in chat.messages],
-            tools=chat.tools,
-            documents=chat.documents,
-            **rendering(chat),
-        )
+        messages = [{name: value for name, value in message.items() if value is not None} for message in chat.messages]
+        options = {"tools": chat.tools, "documents": chat.documents, **rendering(chat)}
+        try:
+            with Limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
+                text = chat_prompt(self.template, messages, **options)
+        except RenderTimeout:
+            self.template.is_slow = True  # later chats are rendered in a thread
+            return None
         # The engine reads the reasoning state of a message to be continued from its text.
         is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
         is_exact = is_plain and fields.keys() <= NOT_IN_PROMPT | RENDERED

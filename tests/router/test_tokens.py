@@ -144,6 +144,18 @@ def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
 
 
+def test_a_template_that_loops_stops_the_event_loop_once_and_later_chats_are_rendered_in_a_thread() -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    reader = PromptReader(
+        byte_tokenizer(), ChatTemplate("{% if messages[0].content == 'loop' %}" + loops + "{% endif %}x")
+    )
+    assert not reader.is_long(CHAT, b"{}")
+    prepared = _prepared({"messages": [{"role": "user", "content": "loop"}]}, reader)
+    assert prepared.body_with_ids is None and prepared.num_tokens > 0  # the replica gets the text
+    assert reader.is_long(CHAT, b"{}") and not reader.is_long(COMPLETIONS, b"{}")
+    assert _prepared({"messages": USER}, reader).body_with_ids is not None
+
+
 @pytest.mark.parametrize(
     ("path", "num_tokens"),
     [
