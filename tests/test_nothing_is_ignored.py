@@ -120,7 +120,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
     text = "".join(path.read_text() for pattern in READERS[name] for path in sorted(ROOT.glob(pattern)))
-    read = set(re.findall(r"\b(?:args|options|self)\.(\w+)", text)) | {
+    read = set(re.findall(r"\b(?=(?:args|options|self)\.(\w+))", text)) | {
         *ExecutorConfig.__struct_fields__,
         *SchedulerConfig.__struct_fields__,
     }
