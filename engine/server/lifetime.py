@@ -44,7 +44,7 @@ async def serve(
     sockets = sockets or bind_sockets(config.host, config.port)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(app.service.spans.close)  # runs after the last request has ended
+        at_the_end.callback(app.service.close)  # runs after the last request has ended
         listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
         if config.kv_events_config is not None and config.kv_events_config.is_on:
             publisher = KvPublisher(app.service.info, config.kv_events_config)

@@ -62,6 +62,11 @@ class Service:
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
 
+    def close(self) -> None:
+        """Send the last spans, and let the threads end that render templates; nobody waits for a rendering any more."""
+        self.spans.close()
+        self.renderers.shutdown(wait=False, cancel_futures=True)
+
     @property
     def info(self) -> ModelInfo:
         """The description of the served model; it changes with the weights."""

@@ -105,6 +105,7 @@ def running(
         app = ServerApp(Service(cast(AsyncEngine, engine), tokenizer, template or line_template(), config))
         async with Listener(app, bind_sockets(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             yield Running(asyncio.get_running_loop(), engine, app, listener)
+        app.service.close()
         await engine.close()
 
     with in_thread(serve()) as started, contextlib.closing(started.http):

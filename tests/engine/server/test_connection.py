@@ -206,7 +206,7 @@ def test_an_offer_of_another_protocol_is_ignored_and_never_makes_a_second_reques
             sock.sendall(rest)
             found = sock.recv(65536)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             found += read_all(sock)
             assert [int(part[:3]) for part in found.split(b"HTTP/1.1 ")[1:]] == answers and reason in found
 
