@@ -29,9 +29,20 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prompts import NOTHING, PromptReader, RequestFields
-from penstock.router.routed_request import RoutedRequest, stored_id
-from penstock.router.routes import METHODS, OPEN, OWN, PROBED, PROXIED, RESPONSES, STORED, is_proxied, route_of
+from penstock.router.placement.prepared_request import NOTHING, PreparedRequest, RequestFields
+from penstock.router.placement.prompts import PromptReader
+from penstock.router.routes import (
+    METHODS,
+    OPEN,
+    OWN,
+    PROBED,
+    PROXIED,
+    RESPONSES,
+    STORED,
+    is_proxied,
+    route_of,
+    stored_id,
+)
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]
@@ -159,7 +170,7 @@ class RouterApp:
             if group is None or self.prompts.is_long(request.path, request.body):
                 self.fleet.tasks.spawn(self._prepare_and_start(exchange, parsed, group, response_id))
                 return
-            exchange.start(group, self._routed(request.path, request, parsed, group))
+            exchange.start(group, self._prepare(request, parsed, group))
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -171,9 +182,9 @@ class RouterApp:
         try:
             if group is None:
                 group, holder = await self._home_of(response_id or "", parsed, request)
-            routed = await self._routed_aside(request.path, request, parsed, group)
+            prepared = await self._prepare_aside(request, parsed, group)
             if exchange.state == "preparing":  # the client has not left meanwhile
-                exchange.start(group, routed, holder)
+                exchange.start(group, prepared, holder)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
 
@@ -221,15 +232,20 @@ class RouterApp:
             raise HttpError(503, message, headers={"retry-after": "1"})
         return None
 
-    def _routed(self, path: str, request: ClientRequest, parsed: RequestFields, group: ReplicaGroup) -> RoutedRequest:
+    def _prepare(self, request: ClientRequest, parsed: RequestFields, group: ReplicaGroup) -> PreparedRequest:
         """Prepare the request for the replicas of the group. Safe in any thread."""
-        adapter = group.adapters.get(parsed.model or "")
-        routable = self.prompts.prepare(path, request.body, parsed, group.placement, adapter)
-        return RoutedRequest(request, parsed, routable, self._client_key(request), self._owner_line(request))
+        return self.prompts.prepare(
+            request,
+            parsed,
+            group.placement,
+            group.adapters.get(parsed.model or ""),
+            client_key=self._client_key(request),
+            owner_line=self._owner_line(request),
+        )
 
-    async def _routed_aside(self, *arguments: Any) -> RoutedRequest:
-        """Call `_routed` in a thread, because it would block the event loop for too long."""
-        return await asyncio.get_running_loop().run_in_executor(self.prompts.threads, self._routed, *arguments)
+    async def _prepare_aside(self, *arguments: Any) -> PreparedRequest:
+        """Call `_prepare` in a thread, because it would block the event loop for too long."""
+        return await asyncio.get_running_loop().run_in_executor(self.prompts.threads, self._prepare, *arguments)
 
     def _client_key(self, request: ClientRequest) -> bytes:
         """Return the header line with the client's key. It is forwarded only if the router itself requires no keys, and only to

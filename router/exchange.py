@@ -22,9 +22,10 @@ from penstock.router.http.heads import AnswerHead, ClientRequest
 from penstock.router.leg import NO_SPAN, Leg, LegSpan
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
+from penstock.router.placement.prepared_request import PreparedRequest
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import PrefillLeg, start_prefill
-from penstock.router.routed_request import RoutedRequest
+from penstock.router.routes import is_repeatable
 
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
@@ -62,7 +63,7 @@ class Exchange:
             "_num_reported",
             "_on_end",
             "_prefills_tried",
-            "_routed",
+            "_prepared",
             "_quiet_since_s",
             "_reads_usage",
         ),
@@ -70,7 +71,7 @@ class Exchange:
         *("replica", "request", "state", "trace"),
     )
     _group: ReplicaGroup
-    _routed: RoutedRequest  # until the first byte
+    _prepared: PreparedRequest  # until the first byte
 
     def __init__(
         self,
@@ -106,9 +107,9 @@ class Exchange:
         """The head that the client has seen."""
         return None if self.first_byte_s is None else self._answer.head
 
-    def start(self, group: ReplicaGroup, routed: RoutedRequest, only: Replica | None = None) -> None:
+    def start(self, group: ReplicaGroup, prepared: PreparedRequest, only: Replica | None = None) -> None:
         """Send the request to a replica of the group. `only`: the one replica that stores the response that it names."""
-        self._group, self._routed, self.model = group, routed, routed.parsed.model or group.root
+        self._group, self._prepared, self.model = group, prepared, prepared.parsed.model or group.root
         if only is not None:
             self._tried = frozenset(group.replicas) - {only.url}
         self._fleet.budget.deposit(self._fleet.num_in_flight)
@@ -137,12 +138,12 @@ class Exchange:
     # One replica after the other.
 
     def _next(self) -> None:
-        group, routed = self._group, self._routed
-        routable, model = routed.routable, routed.parsed.model
+        group, prepared = self._group, self._prepared
+        model = prepared.parsed.model
         charge = group.placement.choose(
-            routable.prompt,
-            num_tokens=routable.num_tokens,
-            session=routed.session,
+            prepared.prompt,
+            num_tokens=prepared.num_tokens,
+            session=prepared.session,
             exclude=group.excluded_for(model, self._tried),
             expects=group.prefills is None,
         )
@@ -157,19 +158,20 @@ class Exchange:
         self._quiet_since_s = time.monotonic()  # of this attempt: the one before may have been quiet for minutes
         if group.prefills is not None:
             self._split(group.prefills, charge)
-        lines, body = routed.form_for(leg.replica)
+        digest = leg.replica.text_digest
+        lines, body = prepared.form_for(digest, leg.replica.key_line)
         if self.prefill is not None:
-            body = self.prefill.hint(body, is_form=routed.has_ids_for(leg.replica))
-        request = self.request
-        leg.start(request.target, lines, body, request.method, is_repeatable=routed.is_repeatable)
+            body = self.prefill.hint(body, is_form=prepared.has_ids_for(digest))
+        request, may_repeat = self.request, is_repeatable(self.request, prepared.parsed)
+        leg.start(request.target, lines, body, request.method, is_repeatable=may_repeat)
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Start a prefill leg if enough of the prompt is not cached here and a prefill replica is available."""
-        prompt = self._routed.routable.prompt
+        prompt = self._prepared.prompt
         num_missing = charge.num_tokens - charge.predicted_cached_tokens
         if not self._prefill_disabled and num_missing >= self._fleet.config.prefill_threshold:
             self.prefill = start_prefill(
-                self._fleet, prefills, self._routed, self._prefills_tried, self.trace.leg, self._prefill_ended
+                self._fleet, prefills, self._prepared, self._prefills_tried, self.trace.leg, self._prefill_ended
             )
         if self.prefill is not None:
             charge.hand_over(self.prefill.leg.charge.predicted_ttft_s)
@@ -216,7 +218,7 @@ class Exchange:
         elif outcome == "exhausted":  # every other replica would fail in the same way
             message = f"the router has no resources left for another connection: {reason}"
             self._give_up(HttpError(503, message, headers={"retry-after": "1"}))
-        elif is_unclear and leg.upstream is not None and not self._routed.is_repeatable:
+        elif is_unclear and leg.upstream is not None and not is_repeatable(self.request, self._prepared.parsed):
             self._answer.held.clear()
             self._do_not_retry(outcome, f"{reason}; the request may have taken effect, so it is not sent again")
         elif self._num_lost >= MAX_LOST:
@@ -322,7 +324,7 @@ class Exchange:
         """Write the first byte. From here on no other replica can be asked."""
         assert self.leg is not None
         self.state = "relaying"
-        charge, prompt = self.leg.charge, self._routed.routable.prompt
+        charge, prompt = self.leg.charge, self._prepared.prompt
         begin = charge.first_token if self._shows_tokens else charge.answered
         begin(self._answer.head.cached_tokens)
         self._metrics.count(self.request, self._status)
@@ -339,7 +341,7 @@ class Exchange:
         elif self._group.prefills is not None:
             self._metrics.counts["split_requests", "direct"] += 1
         # The request is not sent again. A body of megabytes must not stay in memory as long as its answer streams.
-        del self._routed
+        del self._prepared
         self.request.body = b""
         self.leg.drop_body()
         self._answer.begin(data)

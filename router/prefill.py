@@ -22,8 +22,8 @@ from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
 from penstock.router.leg import Leg, LegSpan
 from penstock.router.placement.load import Charge
+from penstock.router.placement.prepared_request import PreparedRequest
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, RENDERED
-from penstock.router.routed_request import RoutedRequest
 
 HINT = "kv_transfer_params"
 KEPT_WITH_IDS = frozenset({"model", "cache_salt", "priority"})
@@ -97,21 +97,21 @@ class PrefillLeg:
 def start_prefill(
     fleet: Fleet,
     prefills: ReplicaGroup,
-    routed: RoutedRequest,
+    prepared: PreparedRequest,
     tried: frozenset[str],
     span_of: Callable[[Charge, str], LegSpan],
     on_end: Callable[[PrefillLeg, Outcome], None],
 ) -> PrefillLeg | None:
     """Start the leg; return None if the decode replica must compute the prompt, or no prefill replica can do so soon."""
-    request, routable = routed.request, routed.routable
-    fields = splittable(request.path, request.body, routable.fields)
-    if routable.prompt is None or fields is None:
+    path = prepared.request.path
+    fields = splittable(path, prepared.request.body, prepared.fields)
+    if prepared.prompt is None or fields is None:
         return None
     charge = prefills.placement.choose(
-        routable.prompt,
-        num_tokens=routable.num_tokens,
-        session=routed.session,
-        exclude=prefills.excluded_for(routed.parsed.model, tried),
+        prepared.prompt,
+        num_tokens=prepared.num_tokens,
+        session=prepared.session,
+        exclude=prefills.excluded_for(prepared.parsed.model, tried),
     )
     if charge is None:
         return None
@@ -119,8 +119,9 @@ def start_prefill(
         charge.release(ok=False)
         return None
     prefill = PrefillLeg(fleet, charge, fields, span_of(charge, "prefill"), on_end)
-    path, (lines, body) = request.path, routed.form_for(prefill.leg.replica)
-    if routed.has_ids_for(prefill.leg.replica):
+    replica = prefill.leg.replica
+    lines, body = prepared.form_for(replica.text_digest, replica.key_line)
+    if prepared.has_ids_for(replica.text_digest):
         path, body = COMPLETIONS, ids_of(body)  # ids are the same whatever made them
     else:
         body = prompt_of(fields)

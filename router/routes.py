@@ -1,6 +1,7 @@
 """The routes of a router: those that it answers itself, and those that it passes to a replica."""
 
 from penstock.router.http.heads import ClientRequest
+from penstock.router.placement.prepared_request import RequestFields
 from penstock.router.placement.prompts import EMBEDDINGS, PROMPTS
 
 RESPONSES = "/v1/responses"
@@ -23,3 +24,19 @@ def route_of(request: ClientRequest) -> str:
     if path in OWN or path in PROXIED:
         return path
     return STORED if path.startswith(STORED) else "unmatched"
+
+
+def is_repeatable(request: ClientRequest, parsed: RequestFields) -> bool:
+    """Return whether the request may be sent again although a replica may have read it: not if that could store a second
+    response, or delete or cancel one twice."""
+    if request.path in PROXIED:
+        return request.path != RESPONSES or parsed.store is False
+    return request.method == b"GET"
+
+
+def stored_id(path: str, parsed: RequestFields) -> str | None:
+    """Return the id of the stored response that a request names in its path or in `previous_response_id`, else None."""
+    if path not in PROXIED:
+        return path.removeprefix(STORED).partition("/")[0]
+    previous = parsed.previous_response_id
+    return previous if isinstance(previous, str) else None

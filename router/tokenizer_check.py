@@ -9,9 +9,11 @@ from array import array
 
 import msgspec
 
+from penstock.engine.http.body import split_object
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields
+from penstock.router.placement.prepared_request import RequestFields
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader
 
 SAMPLE = "Grüße, 42 of them:\n\n\tone  two — three"
 
@@ -26,9 +28,10 @@ async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: fl
     is_same: list[bool] = []
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
         body = msgspec.json.encode({"model": replica.models[0], **fields})
-        ours = await asyncio.to_thread(prompts.ids, path, body, msgspec.json.decode(body, type=RequestFields))
+        parsed = msgspec.json.decode(body, type=RequestFields)
+        ours = await asyncio.to_thread(prompts.ids, path, body, parsed, split_object(body))
         with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
             status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
             if status == 200 and ours is not None:
-                is_same.append(array("i", msgspec.json.decode(answer, type=_Tokens).tokens).tobytes() == ours.packed)
+                is_same.append(array("i", msgspec.json.decode(answer, type=_Tokens).tokens).tobytes() == ours[0])
     return all(is_same) if is_same else None

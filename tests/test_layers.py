@@ -50,7 +50,7 @@ PARTS = {
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
     "router": ("backend background discovery config", "http", "placement", "fleet",
-               "routes routed_request answer leg prefill metrics exchange spans tokenizer_check app serve ray_serve"),
+               "routes answer leg prefill metrics exchange spans tokenizer_check app serve ray_serve"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip

@@ -8,7 +8,7 @@ bytes of JSON stand for a token: no engine has such keys, but requests with a co
 
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -20,12 +20,13 @@ from penstock.engine.text.render_time import RENDER_S, TRIAL_S, Limited, RenderT
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.text_digest import text_digest
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.placement import Placement, Prompt
+from penstock.router.placement.prepared_request import PreparedRequest, RequestFields
 from penstock.router.placement.segments import SegmentCache
 
 THREADS = 2
 BYTES_PER_TOKEN = 4
-NOTHING = Raw()
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -60,23 +61,6 @@ _FLAG = msgspec.json.Decoder(bool | None)
 _IDS = msgspec.json.Decoder(list[int])
 
 
-class RequestFields(msgspec.Struct):
-    """The fields of a request that the router reads."""
-
-    model: str | None = None
-    prompt: Raw = NOTHING
-    messages: Raw = NOTHING
-    instructions: Raw = NOTHING
-    input: Raw = NOTHING
-    system: Raw = NOTHING
-    cache_salt: str | None = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
-    kv_transfer_params: Raw = NOTHING
-    previous_response_id: Any = None  # of a response that a replica stores
-    store: Any = None
-
-
 class ChatFields(msgspec.Struct):
     """The fields of a chat that its template is given."""
 
@@ -91,24 +75,6 @@ class ChatFields(msgspec.Struct):
 
 
 _CHAT = msgspec.json.Decoder(ChatFields)
-
-
-class Routable(msgspec.Struct, frozen=True, gc=False):
-    """The basis for routing a request, and its body with token ids. `text_digest` identifies the tokenizer and template."""
-
-    prompt: Prompt | None
-    num_tokens: int
-    body_with_ids: bytes | None = None
-    text_digest: str | None = None
-    fields: dict[str, Raw] | None = None  # the body's, if it was split
-
-
-class Ids(NamedTuple):
-    """Token ids (int32, little-endian) and the fields of the body. `is_exact`: the engine would make the same ids."""
-
-    packed: bytes
-    fields: dict[str, Raw]
-    is_exact: bool
 
 
 class PromptReader:
@@ -129,43 +95,58 @@ class PromptReader:
         return path in PROMPTS and (is_slow or len(body) > INLINE_CHARS)
 
     def prepare(
-        self, path: str, body: bytes, parsed: RequestFields, placement: Placement, adapter: str | None = None
-    ) -> Routable:
+        self,
+        request: ClientRequest,
+        parsed: RequestFields,
+        placement: Placement,
+        adapter: str | None = None,
+        *,
+        client_key: bytes = b"",
+        owner_line: bytes = b"",
+    ) -> PreparedRequest:
         """Prepare a request. Safe in any thread. `adapter`: the key of the adapter that the model name stands for. Raises
         HttpError for a body that no replica would take."""
-        if path not in PROMPTS:
-            return Routable(None, len(body) // BYTES_PER_TOKEN if path == EMBEDDINGS else 0)
-        ids = self.ids(path, body, parsed) if path in (CHAT, COMPLETIONS) else None
-        if ids is None:
+        path, body = request.path, request.body
+        prompt: Prompt | None = None
+        form: bytes | None = None
+        num_tokens = len(body) // BYTES_PER_TOKEN if path == EMBEDDINGS else 0
+        fields = split_object(body) if self._may_have_ids(path, body, parsed) else None
+        ids = None if fields is None else self.ids(path, body, parsed, fields)
+        if fields is not None and ids is not None:
+            packed, is_exact = ids
+            prompt, num_tokens = placement.prepare(packed, parsed.cache_salt, adapter), len(packed) // 4
+            form = token_form.pack(fields, PROMPTS[path][0], packed) if is_exact else None
+        elif path in PROMPTS:
             text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])
             prompt = placement.prepare(text, parsed.cache_salt, adapter, has_ids=False)
-            return Routable(prompt, len(text) // BYTES_PER_TOKEN)
-        prompt = placement.prepare(ids.packed, parsed.cache_salt, adapter)
-        form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed) if ids.is_exact else None
-        return Routable(prompt, len(ids.packed) // 4, form, self.digest, ids.fields)
+            num_tokens = len(text) // BYTES_PER_TOKEN
+        return PreparedRequest(request, parsed, client_key, owner_line, prompt, num_tokens, form, self.digest, fields)
 
-    def ids(self, path: str, body: bytes, parsed: RequestFields) -> Ids | None:
-        """Return the token ids of a request; None without a tokenizer, for several prompts, and for a body that only the
-        replica can check."""
-        if path == COMPLETIONS and bytes(parsed.prompt)[:1] == b"[":
-            return _given_ids(parsed.prompt, split_object(body))
+    def _may_have_ids(self, path: str, body: bytes, parsed: RequestFields) -> bool:
+        """Return whether the body must be split to get its token ids; not if it is longer than any replica's context."""
+        if path == COMPLETIONS and _is_list(parsed.prompt):
+            return True
         limit = MAX_CHARS_PER_TOKEN * self.max_model_len
-        if self.segments is None or (limit and len(body) > 4 * limit):
-            return None
-        fields = split_object(body)
+        return path in (CHAT, COMPLETIONS) and self.segments is not None and not (limit and len(body) > 4 * limit)
+
+    def ids(self, path: str, body: bytes, parsed: RequestFields, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
+        """Return the token ids of a request (int32, little-endian), and whether the engine would make the same ids; None
+        without a tokenizer, for several prompts, and for a body that only the replica can check. `fields`: the body's."""
+        if path == COMPLETIONS and _is_list(parsed.prompt):
+            return _client_ids(parsed.prompt, fields)
         try:
             return self._render(body, fields) if path == CHAT else self._complete(parsed.prompt, fields)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             return None  # the replica reports the error
 
-    def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+    def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
         if bytes(prompt)[:1] != b'"' or self.segments is None:
             return None
         adds = _FLAG.decode(fields.get("add_special_tokens", b"null"))
         is_exact = fields.keys() <= NOT_IN_PROMPT | {"prompt", "add_special_tokens"}
-        return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), fields, is_exact)
+        return self.segments.encode(_TEXT.decode(prompt), adds is not False), is_exact
 
-    def _render(self, body: bytes, fields: dict[str, Raw]) -> Ids | None:
+    def _render(self, body: bytes, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
@@ -180,17 +161,21 @@ class PromptReader:
         # The engine reads the reasoning state of a message to be continued from its text.
         is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
         is_exact = is_plain and fields.keys() <= NOT_IN_PROMPT | RENDERED
-        return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), fields, is_exact)
+        return self.segments.encode(text, bool(chat.add_special_tokens)), is_exact
 
 
-def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+def _client_ids(prompt: Raw, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
     """Return the ids that the client sent. Sending them in binary saves the engine from parsing JSON."""
     try:
         ids = array("i", _IDS.decode(prompt))
     except (msgspec.MsgspecError, OverflowError):
         return None  # several prompts, or ids that the replica will refuse
     is_exact = bool(ids) and fields.keys() <= NOT_IN_PROMPT | {"prompt", "add_special_tokens", "echo"}
-    return Ids(ids.tobytes(), fields, is_exact)
+    return ids.tobytes(), is_exact
+
+
+def _is_list(prompt: Raw) -> bool:
+    return memoryview(prompt)[:1].tobytes() == b"["  # `bytes(prompt)` would copy the whole prompt
 
 
 def _is_plain(message: dict[str, Any]) -> bool:

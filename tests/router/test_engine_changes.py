@@ -4,13 +4,14 @@ import asyncio
 from pathlib import Path
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
+from penstock.router.placement.prepared_request import RequestFields
+from penstock.router.placement.prompts import COMPLETIONS, PromptReader
 from tests.engine.server.test_adapters_api import UNLOAD, load
 from tests.engine.server.test_control_api import update
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
-from tests.support.router_fleet import probed
+from tests.support.router_fleet import client_request, probed
 from tests.support.running_server import MODEL, comes_true, running
 
 
@@ -28,12 +29,12 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 assert group.adapters == {"sql": listed["adapter"]} and fleet.group_of("sql") is group
                 assert group.placement is placement, "what is known of its cache stays"
                 texts = PromptReader(byte_tokenizer())
-                body = b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}'
+                request = client_request(COMPLETIONS, b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}')
                 parsed = RequestFields(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
                 for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
-                    found = texts.prepare(COMPLETIONS, body, parsed, placement, group.adapters.get(name)).prompt
-                    assert found is not None
-                    ((_, match),) = found.spaces
+                    prepared = texts.prepare(request, parsed, placement, group.adapters.get(name))
+                    assert prepared.prompt is not None
+                    ((_, match),) = prepared.prompt.spaces
                     root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
                     keys = block_keys([97] * 64, listed["block_size"], root=root)
                     assert match.tolist() == [int.from_bytes(key[:8], "little") for key in keys]

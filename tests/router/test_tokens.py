@@ -17,11 +17,12 @@ from penstock.engine.text.text_digest import text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields, Routable
+from penstock.router.placement.prepared_request import PreparedRequest, RequestFields
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.refusals import table
-from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
+from tests.support.router_fleet import RunningRouter, client_request, mock_replicas, running_router
 from tests.support.router_stub import stub
 
 
@@ -120,14 +121,13 @@ def _timeless(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def _prepared(body: dict[str, Any], texts: PromptReader | None = None) -> Routable:
+def _prepared(body: dict[str, Any], texts: PromptReader | None = None) -> PreparedRequest:
     placement = Placement(PolicyConfig())
     placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
     texts = texts or PromptReader(byte_tokenizer(), line_template())
-    return texts.prepare(
-        CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=RequestFields), placement
-    )
+    request = client_request(CHAT if "messages" in body else COMPLETIONS, raw)
+    return texts.prepare(request, msgspec.json.decode(raw, type=RequestFields), placement)
 
 
 USER = [{"role": "user", "content": "hello"}]
@@ -165,7 +165,7 @@ def test_a_template_that_loops_stops_the_event_loop_once_and_later_chats_are_ren
     ],
 )
 def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:
-    prepared = PromptReader().prepare(path, b"x" * 400, RequestFields(), Placement(PolicyConfig()))
+    prepared = PromptReader().prepare(client_request(path, b"x" * 400), RequestFields(), Placement(PolicyConfig()))
     assert (prepared.prompt, prepared.num_tokens) == (None, num_tokens)
 
 

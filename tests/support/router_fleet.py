@@ -18,6 +18,7 @@ from penstock.router.config import RouterConfig, Timeouts, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
 from penstock.router.fleet.replica import Replica
+from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, Prompt
 from penstock.router.placement.prompts import PromptReader
@@ -133,6 +134,13 @@ class RunningRouter:
     def placement_metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = self.call(lambda: next(iter(self.fleet.groups.values())).placement.metrics())
         return found
+
+
+def client_request(path: str, body: bytes) -> ClientRequest:
+    """Return a client's request as the router's handler gets it."""
+    request = ClientRequest.of(b"POST", path.encode(), [], {}, "1.1", True)
+    request.body = body
+    return request
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.conversation import Conversation
@@ -18,7 +19,8 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
 from penstock.engine.text.template import ChatTemplate
-from penstock.router.placement.prompts import CHAT, PromptReader, RequestFields
+from penstock.router.placement.prepared_request import RequestFields
+from penstock.router.placement.prompts import CHAT, PromptReader
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 from tests.support.refusals import cases
 
@@ -62,8 +64,8 @@ def routed(body: bytes) -> list[int] | None:
     """What the router sends in place of the text; None: the text itself, for the replica to judge."""
     texts = PromptReader(TOKENIZER, TEMPLATE)
     try:
-        ids = texts.ids(CHAT, body, ASK.decode(body))
-        return memoryview(ids.packed).cast("i").tolist() if ids is not None and ids.is_exact else None
+        ids = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
+        return memoryview(ids[0]).cast("i").tolist() if ids is not None and ids[1] else None
     except HttpError:
         return None
     finally:
@@ -90,9 +92,9 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     body = json.dumps({"messages": messages}).encode()
     assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
     texts = PromptReader(TOKENIZER, template)
-    hint = texts.ids(CHAT, body, ASK.decode(body))
+    hint = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
     texts.close()
-    assert hint is not None and memoryview(hint.packed).cast("i").tolist() == TOKENIZER.encode(text, False)
+    assert hint is not None and memoryview(hint[0]).cast("i").tolist() == TOKENIZER.encode(text, False)
 
 
 FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY=REPLY))
