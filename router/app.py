@@ -7,6 +7,7 @@ fleet needs another key, for a replica that a tenant could add would read the ot
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -62,7 +63,17 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, fleet: Fleet, prompts: PromptReader, begin_trace: BeginTrace) -> None:
+    """The router behind its listener. `exchanges`: the proxied requests. `watch`: starts to probe an added replica."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        exchanges: set[Exchange],
+        prompts: PromptReader,
+        watch: Callable[[Replica], None],
+        begin_trace: BeginTrace,
+    ) -> None:
         self.config = config
         self.fleet = fleet
         self.prompts = prompts
@@ -71,12 +82,12 @@ class RouterApp:
         self.lines = AccessLog(config.access_log, "router")
         self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
-        self.exchanges: set[Exchange] = set()
+        self.exchanges = exchanges
         self._keys = Keys(config.api_keys)
         self._hosts = Hosts(config.allowed_hosts, config.host, has_keys=bool(config.api_keys))
         self._admin_keys = Keys(config.admin_api_keys)
         self._started_s = int(time.time())
-        fleet.on_down = self._move_from
+        self._watch = watch
 
     # Admission.
 
@@ -261,10 +272,6 @@ class RouterApp:
         number = self._keys.number((b"authorization", value) for value in request.authorization)
         return b"" if number is None else b"%b: %b\r\n" % (OWNER_HEADER, self._keys.identity(number))
 
-    def _move_from(self, replica: Replica) -> None:
-        for exchange in list(self.exchanges):
-            exchange.replica_down(replica, f"{replica.url} is down: {replica.reason}")
-
     async def watch_requests(self) -> None:
         """Look at all running requests and idle connections, and at the loop's lag, again and again."""
         while True:
@@ -327,13 +334,13 @@ class RouterApp:
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.detach(replica)
-            self.fleet.probe_now(self.fleet.add(backend))
+            self._watch(self.fleet.add(backend))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:
             with self.fleet.observing(replica):
                 replica.remove()
-            self.fleet.probe_now(replica)
+            replica.probe_due.set()
 
     def check(self) -> None:
         self.fleet.check()

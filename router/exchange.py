@@ -351,7 +351,7 @@ class Exchange:
         self._metrics.counts["broken_streams",] += 1
         self._answer.break_off(reason, is_at_boundary=leg.upstream is not None and leg.upstream.is_at_boundary)
         self._status = 502
-        self._fleet.probe_now(leg.replica)
+        leg.replica.probe_due.set()
         self._end_legs("answered", "")
         self._close(502)
 
@@ -410,3 +410,9 @@ class Exchange:
     def legs(self) -> list[Leg]:
         prompt_leg = None if self.prefill is None else self.prefill.leg
         return [each for each in (self.leg, prompt_leg) if each is not None]
+
+
+def move_requests(exchanges: set[Exchange], replica: Replica) -> None:
+    """Let the requests that wait at this replica, which is down, ask others."""
+    for exchange in list(exchanges):
+        exchange.replica_down(replica, f"{replica.url} is down: {replica.reason}")

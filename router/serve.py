@@ -24,7 +24,7 @@ from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.discovery import Discovery
-from penstock.router.exchange import NO_TRACE, BeginTrace
+from penstock.router.exchange import NO_TRACE, BeginTrace, Exchange, move_requests
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Prober, ServedModel
@@ -84,13 +84,13 @@ class RouterProcess:
     def __init__(self, config: RouterConfig, prompts: PromptReader) -> None:
         self.config = config
         self.prompts = prompts
-        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
-        begin_trace, self._export_spans = spans_of(config)
-        self.app = RouterApp(config, self.fleet, prompts, begin_trace)
+        exchanges: set[Exchange] = set()
+        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), partial(move_requests, exchanges))
         self.prober = Prober(self.fleet, self._on_info)
+        begin_trace, self._export_spans = spans_of(config)
+        self.app = RouterApp(config, self.fleet, exchanges, prompts, self.prober.watch, begin_trace)
         self.feeds = KvFeeds(self.fleet, self._can_follow)
         self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
-        self.fleet.probe_now = self.prober.watch
         self._servers: list[asyncio.Server] = []
 
     async def start(self, sockets: list[socket.socket]) -> None:

@@ -47,7 +47,11 @@ class ReplicaGroup:
 
 
 class Fleet:
-    def __init__(self, config: RouterConfig, new_placement: Callable[[], Placement]) -> None:
+    """All replicas and their groups. `on_down` moves the requests that wait at a replica which has gone down."""
+
+    def __init__(
+        self, config: RouterConfig, new_placement: Callable[[], Placement], on_down: Callable[[Replica], None]
+    ) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
         self.detached: set[Replica] = set()  # removed from service, with requests in flight
@@ -57,9 +61,8 @@ class Fleet:
         self.budget = RetryBudget(config.timeouts.retry_share)
         self.num_in_flight = 0
         self.tasks = Tasks()  # of requests, probes, event feeds and discovery
-        self.on_down: Callable[[Replica], None] = lambda _replica: None  # moves requests waiting at a dead replica
-        self.probe_now: Callable[[Replica], None] = lambda _replica: None  # set by the owner of the probes
         self._new_placement = new_placement
+        self._on_down = on_down
 
     def add(self, backend: Backend) -> Replica:
         replica = Replica(backend, self.config.timeouts.connect_s, self.config.backend_lines)
@@ -157,7 +160,7 @@ class Fleet:
             elif outcome == "busy" and status == 503:
                 replica.reported_draining()
         if outcome in ("unreachable", "lost") or (outcome == "busy" and status == 503):
-            self.probe_now(replica)
+            replica.probe_due.set()
 
     def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
         """Return the error for a request without an available replica: 429 if all are full, else 503."""
@@ -200,7 +203,7 @@ class Fleet:
                 if group is not None:  # how many failing replicas are excluded depends on all of them
                     self.update_availability(group.replicas.values())
             if replica.is_down and not was_down:
-                self.on_down(replica)
+                self._on_down(replica)
 
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}

@@ -1,7 +1,7 @@
 """The health checks: probes each replica's readiness twice a second, and requests its models when it has come up.
 
-Each replica has a task. A failed request wakes it early: after a broken connection, a probe shows within a millisecond
-whether the process is still alive.
+Each replica has a task. A failed request wakes it early, by the replica's event `probe_due`: after a broken connection, a
+probe shows within a millisecond whether the process is still alive.
 """
 
 import asyncio
@@ -50,24 +50,19 @@ class Prober:
     def __init__(self, fleet: Fleet, on_info: Callable[[Replica, ServedModel], None]) -> None:
         self._fleet, self._timeouts = fleet, fleet.config.timeouts
         self._on_info = on_info
-        self._watched: dict[Replica, ProbeState] = {}
 
     def watch(self, replica: Replica) -> None:
-        """Probe the replica now, and regularly from now on."""
-        if replica in self._watched:
-            self._watched[replica].wake.set()
-            return
-        watched = self._watched[replica] = ProbeState()
-        task = self._fleet.tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
-        task.add_done_callback(lambda _: self._watched.pop(replica))
+        """Start the task that probes this replica: now, then regularly, and at once whenever its `probe_due` is set."""
+        watched = ProbeState()
+        self._fleet.tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
 
     async def _watch(self, replica: Replica, watched: "ProbeState") -> None:
         while replica.state != "removing" or replica.num_in_flight:
-            watched.wake.clear()
+            replica.probe_due.clear()
             await self._probe(replica, watched)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.probe_interval_s):
-                    await watched.wake.wait()
+                    await replica.probe_due.wait()
         self._fleet.forget(replica)
 
     async def _probe(self, replica: Replica, watched: "ProbeState") -> None:
@@ -138,7 +133,6 @@ class ProbeState:
     """The state of the probes of one replica."""
 
     def __init__(self) -> None:
-        self.wake = asyncio.Event()
         self.path = "/ready"  # or /health of an engine that has no /ready
         self.described = ""  # its first model and its block counts, to detect changes
         self.num_probes = 0

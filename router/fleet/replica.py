@@ -43,6 +43,7 @@ class Replica:
         self.root: str | None = None
         self.info = ReplicaInfo()  # its block size and count
         self.link: EngineSource | None = None  # the event subscription of a vLLM or SGLang engine
+        self.probe_due = asyncio.Event()  # set: the replica's probe task sends the next probe at once
         self.text_digest: str | None = None  # digest of tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
         self.num_requests = 0

@@ -18,13 +18,13 @@ from tests.support.router_stub import stub
 @pytest.mark.parametrize("rounds", range(6))
 def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     async def run() -> None:
-        fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")))
+        fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")), lambda _replica: None)
         prober = Prober(fleet, lambda *_: None)
         replica = fleet.add(Backend("http://127.0.0.1:1"))
         prober.watch(replica)
         while replica.state == "starting":
             await asyncio.sleep(0.01)
-        prober.watch(replica)
+        replica.probe_due.set()
         for _ in range(rounds):
             await asyncio.sleep(0)
         async with asyncio.timeout(60):
@@ -34,7 +34,7 @@ def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
 
 
 def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_successor() -> None:
-    fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")))
+    fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")), lambda _replica: None)
     before = fleet.add(Backend("http://127.0.0.1:1"))
     fleet.detach(before)
     after = fleet.add(Backend("http://127.0.0.1:1"))

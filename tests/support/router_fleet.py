@@ -193,7 +193,7 @@ def mock_fleet(
 async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     """A fleet of this one replica, once it is up; no router. For at most half a minute."""
     config = RouterConfig(timeouts=Timeouts(probe_interval_s=0.01))
-    fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
+    fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), lambda _replica: None)
     prober = Prober(fleet, lambda *_: None)
     prober.watch(replica := fleet.add(Backend.of(url)))
     async with asyncio.timeout(60):
