@@ -26,7 +26,8 @@ from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import StructuredOutputs
 
 END = 256
 COMPILE_LIMIT_S = 60.0

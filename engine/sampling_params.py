@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.vllm_options import REPLACED_SAMPLING, unknown_option
 from penstock.executor.protocol import Sampling
 
@@ -34,14 +35,6 @@ class Limit(NamedTuple):
     low: float
     high: float
     is_open: bool = False  # `low` itself is out of range
-
-
-class InvalidRequest(ValueError):
-    """Raised for a request that cannot be run. `field` is the name that the user wrote."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field, self.message = field, message
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import (
     Abort,
     CacheUpdate,
@@ -44,7 +45,7 @@ from penstock.engine.messages import (
     UnloadAdapter,
     WatchCache,
 )
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import ChildProcess, receive, start_child
 from penstock.executor.protocol import AdapterError, AdapterInfo, ModelInfo, WeightsError

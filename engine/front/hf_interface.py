@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.template_messages import Message

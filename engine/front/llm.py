@@ -45,8 +45,9 @@ from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_files import recommended_sampling, resolve_model
-from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams, plain_number
+from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams, plain_number
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer

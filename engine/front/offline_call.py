@@ -15,8 +15,9 @@ from msgspec import Meta
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Output
-from penstock.engine.sampling_params import InvalidRequest, plain_number
+from penstock.engine.sampling_params import plain_number
 
 # An array of token ids counts as a list. A dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt".
 Prompt = str | list[int] | dict[str, Any]

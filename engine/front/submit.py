@@ -9,8 +9,9 @@ from msgspec import Meta
 
 from penstock.cache.tiers.base import peer_name
 from penstock.engine.front.answer import Answer, Choice
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Submit
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, plain_number, short
+from penstock.engine.sampling_params import SamplingParams, plain_number, short
 from penstock.engine.text.stop_strings import StopCondition
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling

@@ -20,7 +20,8 @@ import msgspec
 
 from penstock.engine.grammar.json_schema import lark_json, prepared
 from penstock.engine.grammar.rules import ANY, BLANK, Rules, escaped
-from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS
 from penstock.engine.text.tools.arguments import ALL, Parameters, followed, kinds, target, typed
 from penstock.engine.text.tools.call_kinds import ToolFormat, ToolSpec
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.sampling_params import InvalidRequest, check_depth
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
 # No \u: a property name written with such an escape would count as a name that the schema does not mention.

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 
 from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, prepared
-from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
 
 ANY = r"(.|\n)*"

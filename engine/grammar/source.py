@@ -8,7 +8,8 @@ from penstock.engine.grammar.json_schema import lark_json, prepared
 from penstock.engine.grammar.matcher import shortened
 from penstock.engine.grammar.rules import Rules, json_body
 from penstock.engine.http.errors import clip
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import StructuredOutputs
 
 
 def grammar_source(wanted: StructuredOutputs) -> str:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.requests import FilePath
 from penstock.engine.server.server_config import LoraModule
 from penstock.executor.protocol import AdapterError, AdapterInfo

@@ -11,8 +11,9 @@ import msgspec
 
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.http.errors import HttpError
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Reuse
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server.answer_writer import LONG_ANSWER, Json, Writer
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if

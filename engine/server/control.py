@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import PauseMode
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.endpoint import HandledRoute
 from penstock.engine.server.requests import FilePath, NoFields, parse_control

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.errors import clip
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.requests import Message
 from penstock.executor.protocol import ModelInfo

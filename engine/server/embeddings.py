@@ -6,7 +6,8 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.front.results import embedding_of
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.answer_writer import Json
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call

@@ -16,7 +16,7 @@ from msgspec import Raw, inspect
 
 from penstock.engine.http.body import MAX_FIELDS, decode
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.other_fields import OTHER_FIELDS, check_neutral
 
 MAX_OBJECTS = 32_768  # objects in one field; comparing them takes about 50 ms

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 
 
 class UnsupportedField(NamedTuple):

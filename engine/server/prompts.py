@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.requests import ChatRequest, PromptRequest, TokenizeRequest

@@ -15,8 +15,9 @@ from msgspec import Meta, Raw
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.options import objection
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server.lenient import declared
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
 from penstock.engine.server.tool_schema import CustomTool, Function, GrammarFormat, TextInput, as_function

@@ -14,8 +14,9 @@ from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.options import Count, Delay, Length, Port, check, converted, flag, json_object
-from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, thinking
 
 TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, *formats.ALIASES)

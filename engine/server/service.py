@@ -18,7 +18,8 @@ from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation

@@ -19,8 +19,9 @@ from penstock.cache.keys import RecentKeys
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.grammar.validator import Validator
 from penstock.engine.http.errors import clip
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import FinishReason
-from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.server.requests import AllowedTool, ChatRequest, NamedTool, Tool
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.stop_strings import StopCondition

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.template_messages import Message
 

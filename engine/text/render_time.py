@@ -7,7 +7,7 @@ the thread that renders ends the rendering itself: threads cannot be ended from 
 from contextvars import ContextVar
 from time import monotonic
 
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 
 RENDER_S = 10.0  # for one conversation; the longest contexts take a tenth of a second
 NEVER = float("inf")

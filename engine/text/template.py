@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.render_time import RENDER_S, Limited, RenderTimeout
 from penstock.engine.text.template_files import read_template
 from penstock.engine.text.template_messages import (

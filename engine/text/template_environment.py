@@ -19,8 +19,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.engine.http.errors import clip
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.render_time import RenderTimeout, tick
 from penstock.engine.text.template_files import MAX_TEMPLATE_BYTES
 

@@ -8,7 +8,7 @@ themselves, in the format that their model was trained on.
 import json
 from typing import Any
 
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 
 MAX_ROLE_CHARS = 64
 MAX_DEPTH = 64  # levels of nesting

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
 
 MAX_TOKEN_ID = 2**32 - 1  # largest id that the library accepts

@@ -9,7 +9,7 @@ from penstock import LoRARequest, SamplingParams
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.executor.protocol import AdapterError, ExecutorConfig
 from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.oracle_engine import oracle_llm

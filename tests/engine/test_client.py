@@ -19,8 +19,9 @@ from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front import adapter_files, liveness
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Heartbeat, Outputs, Stats
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle_engine import oracle_engine

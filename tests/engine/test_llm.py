@@ -18,8 +18,9 @@ from penstock import RequestsFailed
 from penstock.engine.config import ConfigError
 from penstock.engine.engine_options import engine_config
 from penstock.engine.front.llm import LLM
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Output, Submit
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.oracle_engine import oracle_llm
 from tests.support.programs import printed

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import penstock
 from penstock import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from penstock.engine.config import ConfigError
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_llm
 

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     MAX_GRAMMAR_DEPTH,
-    InvalidRequest,
     SamplingParams,
     StructuredOutputs,
 )

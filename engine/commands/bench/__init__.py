@@ -10,9 +10,9 @@ from penstock.engine.commands.bench.serving import ServingOptions, load_server
 from penstock.engine.commands.bench.startup import StartupOptions, time_starts
 from penstock.engine.config import ConfigError
 from penstock.engine.engine_options import EngineOptions, add_engine_options, chosen
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.options import Declared, add_options
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)

@@ -15,8 +15,9 @@ from penstock.engine.commands.bench.report import output_file, percentile, write
 from penstock.engine.config import ConfigError
 from penstock.engine.engine_options import EngineOptions
 from penstock.engine.front.llm import LLM
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.options import Count, Length, flag, given_options
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import SamplingParams
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 

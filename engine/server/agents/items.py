@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.body import decode
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.agents.items_schema import (
     ITEM,
     AnyItem,

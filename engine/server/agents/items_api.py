@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter

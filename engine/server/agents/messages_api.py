@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter

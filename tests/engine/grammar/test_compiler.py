@@ -20,7 +20,8 @@ from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.validator import Validator
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputs
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from tests.support.call_writers import FORMS
 from tests.support.fake_engine import compile_within_limits

@@ -10,7 +10,8 @@ import pytest
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
+from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, StructuredOutputs
 from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import COMPILER, accepts, matcher
 from tests.support.refusals import table

@@ -15,7 +15,7 @@ from penstock.engine.front.answer import Answer
 from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.text import prompt
 from tests.support.fake_engine import INFO, FakeEngine

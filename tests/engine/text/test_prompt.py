@@ -11,7 +11,7 @@ import pytest
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.requests import ChatRequest, parse

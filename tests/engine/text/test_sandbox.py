@@ -2,8 +2,8 @@
 
 import pytest
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate
 from tests.support.refusals import cases
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer

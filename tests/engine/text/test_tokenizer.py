@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from benchmarks.export import save_tokenizer
 
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
-from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.tool_calls import grammar
-from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.call_kinds import Calls, NamedCalls, ToolSpec
