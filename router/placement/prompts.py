@@ -115,7 +115,8 @@ class PromptReader:
         if fields is not None and ids is not None:
             packed, is_exact = ids
             prompt, num_tokens = placement.prepare(packed, parsed.cache_salt, adapter), len(packed) // 4
-            form = token_form.pack(fields, PROMPTS[path][0], packed) if is_exact else None
+            if is_exact and self.digest is not None:  # without a digest no replica is known to read this form
+                form = token_form.pack(fields, PROMPTS[path][0], packed)
         elif path in PROMPTS:
             text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])
             prompt = placement.prepare(text, parsed.cache_salt, adapter, has_ids=False)

@@ -179,6 +179,13 @@ def test_a_replica_with_another_tokenizer_is_sent_text() -> None:
     assert seen.header(b"content-type") == [b"application/json"] and b'"abc"' in seen.body
 
 
+def test_without_a_tokenizer_ids_from_a_client_reach_an_engine_of_another_kind_as_json() -> None:
+    with stub() as backend, running_router(backend.url) as router:
+        router.complete([1, 2, 3])
+    seen = backend.seen[-1]
+    assert seen.header(b"content-type") == [b"application/json"] and json.loads(seen.body)["prompt"] == [1, 2, 3]
+
+
 def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     digests = {
         text_digest(byte_tokenizer(), None),
