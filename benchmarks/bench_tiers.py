@@ -149,7 +149,7 @@ def found(
 
 def wait_for_blocks(llm: LLM, count: int) -> None:
     """Wait until the peer has announced as many blocks; the core processes that with its next request."""
-    (peer,) = llm._running().executor._rank._tiers.transfers._stores.values()  # type: ignore[attr-defined]
+    (peer,) = llm._running().executor._rank.tiers.transfers._stores.values()  # type: ignore[attr-defined]
     while len(peer) < count:
         time.sleep(0.001)
 

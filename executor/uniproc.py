@@ -15,7 +15,9 @@ from penstock.executor.protocol import (
     Step,
     StepResult,
 )
-from penstock.executor.ranks.rank import Rank, choose_device
+from penstock.executor.ranks.rank_builder import build_rank
+from penstock.executor.ranks.rank_settings import choose_device
+from penstock.executor.ranks.weights_lifecycle import WeightsLifecycle
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 
 
@@ -29,8 +31,8 @@ class UniprocExecutor:
             raise ExecutorError(
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
             )
-        rank = Rank(config, RankGroup(), choose_device(config.device), progress)
-        self.info, self._rank = rank.info, rank
+        rank = build_rank(config, RankGroup(), choose_device(config.device), progress)
+        self.info, self._rank, self._weights = rank.info, rank, WeightsLifecycle(rank)
         self._in_flight: deque[LaunchedStep] = deque()
 
     @property
@@ -56,15 +58,15 @@ class UniprocExecutor:
         self._rank.adapters.unload(key)
 
     def update_weights(self, path: str) -> None:
-        self._rank.prepare_weights(path)
-        self._rank.take_weights()
+        self._weights.prepare(path)
+        self._weights.take()
         self.info = self._rank.info
 
     def sleep(self, level: SleepLevel) -> None:
-        self._rank.sleep(level)
+        self._weights.sleep(level)
 
     def wake(self, parts: Sequence[Part]) -> None:
-        self._rank.wake(parts)
+        self._weights.wake(parts)
 
     def fileno(self) -> int | None:
         return None
@@ -76,4 +78,4 @@ class UniprocExecutor:
         """Drop the model and the cache; their memory is freed with the last reference."""
         self._in_flight.clear()
         self._rank.close()
-        del self._rank
+        del self._rank, self._weights

@@ -32,8 +32,11 @@ from penstock.executor.protocol import (
     Step,
     WeightsError,
 )
-from penstock.executor.ranks.rank import Rank, choose_device
+from penstock.executor.ranks.rank import Rank
+from penstock.executor.ranks.rank_builder import build_rank
+from penstock.executor.ranks.rank_settings import choose_device
 from penstock.executor.ranks.ranked import WEIGHTS_S
+from penstock.executor.ranks.weights_lifecycle import WeightsLifecycle
 from penstock.executor.ranks.wire import (
     Beat,
     Done,
@@ -96,7 +99,8 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.doing = "waiting for the other ranks to join"
     group = join(rank, start.world, start.rendezvous, device, config.batch_invariant)
     reporter.doing = "loading the model"
-    ours = Rank(config, group, device, lambda line: reporter.report(RankProgress(line)) if rank == 0 else None)
+    ours = build_rank(config, group, device, lambda line: reporter.report(RankProgress(line)) if rank == 0 else None)
+    weights = WeightsLifecycle(ours)
     reporter.report(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)
@@ -119,7 +123,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
             if kind != MessageKind.STEP:
                 reporter.doing = f"changing weights or memory: {kind.decode()}"
                 finisher.wait()
-                answer = _control(ours, rank, kind, bytes(parts[0]).decode())
+                answer = _control(ours, weights, kind, bytes(parts[0]).decode())
                 if kind not in (MessageKind.UNLOAD, MessageKind.DROP):
                     reporter.report(answer)
                 continue
@@ -171,22 +175,23 @@ def _backend(store: Store, rank: int, world: int, address: str, device: torch.de
     return cast(Connections, dist.ProcessGroupGloo(store, rank, world, gloo))
 
 
-def _control(ours: Rank, rank: int, kind: bytes, named: str) -> RankAnswer:
+def _control(rank: Rank, weights: WeightsLifecycle, kind: bytes, argument: str) -> RankAnswer:
     """Execute a request other than a step."""
+    index = rank.settings.group.rank
     try:
-        return RankAnswer(rank, value=_REQUESTS[kind](ours, named))
+        return RankAnswer(index, value=_REQUESTS[kind](rank, weights, argument))
     except (AdapterError, WeightsError) as error:
-        return RankAnswer(rank, str(error))
+        return RankAnswer(index, str(error))
 
 
-_REQUESTS: dict[bytes, Callable[[Rank, str], AdapterInfo | bytes | None]] = {
-    MessageKind.LOAD: lambda rank, path: rank.adapters.load(path),
-    MessageKind.UNLOAD: lambda rank, key: rank.adapters.unload(key),
-    MessageKind.PREPARE: lambda rank, path: rank.prepare_weights(path),
-    MessageKind.TAKE: lambda rank, _: rank.take_weights(),
-    MessageKind.DROP: lambda rank, _: rank.drop_weights(),
-    MessageKind.SLEEP: lambda rank, level: rank.sleep(msgspec.json.decode(level, type=SleepLevel)),
-    MessageKind.WAKE: lambda rank, parts: rank.wake(parts.split()),
+_REQUESTS: dict[bytes, Callable[[Rank, WeightsLifecycle, str], AdapterInfo | bytes | None]] = {
+    MessageKind.LOAD: lambda rank, _, path: rank.adapters.load(path),
+    MessageKind.UNLOAD: lambda rank, _, key: rank.adapters.unload(key),
+    MessageKind.PREPARE: lambda _rank, weights, path: weights.prepare(path),
+    MessageKind.TAKE: lambda _rank, weights, _: weights.take(),
+    MessageKind.DROP: lambda _rank, weights, _: weights.drop(),
+    MessageKind.SLEEP: lambda _rank, weights, level: weights.sleep(msgspec.json.decode(level, type=SleepLevel)),
+    MessageKind.WAKE: lambda _rank, weights, parts: weights.wake(parts.split()),
 }
 
 

@@ -58,7 +58,7 @@ class RowMasks(NamedTuple):
 
 class TokenCounts:
     """How often the tokens of requests with penalties occurred, by slot. Takes no memory until there is such a request;
-    the plan of a GPU's memory leaves room for the counts (`Rank._warm_up`)."""
+    the plan of a GPU's memory leaves room for the counts (`RankBuilder._warm_up`)."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._num_slots = num_slots

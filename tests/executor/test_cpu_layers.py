@@ -37,7 +37,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 def executor_with(case: str, dtype: DType, is_joined: bool, **options: Any) -> UniprocExecutor:
     """Whose model computes all its layers in one call, or each by itself."""
     executor = executor_of(case, dtype=dtype, **options)
-    model = executor._rank._loaded.model
+    model = executor._rank.loaded.model
     assert isinstance(model, Decoder) and model._joined is not None
     if not is_joined:
         model._joined = None
@@ -66,5 +66,5 @@ def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, hidden: list[t
 
 @pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite", "qwen3-next", "granite4-mamba-groups", "lfm2"])
 def test_what_that_call_does_not_have_goes_layer_by_layer(case: str) -> None:
-    model = executor_of(case)._rank._loaded.model
+    model = executor_of(case)._rank.loaded.model
     assert isinstance(model, Decoder) and model._joined is None

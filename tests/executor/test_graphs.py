@@ -18,7 +18,8 @@ from penstock.executor.models import load
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorError, Row, Sampling
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import rank_settings, runner_factory
+from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.step import graphs
 from penstock.executor.step.graphs import StepGraphs, choose_buckets
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize
@@ -84,12 +85,12 @@ def pretend_a_gpu(
     monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recorder], chunks: tuple[int, ...] = ()
 ) -> None:
     """Whatever a rank opens from now on goes the ways that it would there. `chunks`: tokens of the graphs with prompts."""
-    monkeypatch.setattr(rank, "CHUNK_BUCKETS", chunks)
-    monkeypatch.setattr(rank, "_is_gpu", lambda _: True)
-    monkeypatch.setattr(rank, "CudaMeter", Meter)
-    monkeypatch.setattr(rank, "open_inputs", on_device)
-    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
-    monkeypatch.setattr(rank, "CudaGraphs", open_pool)
+    monkeypatch.setattr(runner_factory, "CHUNK_BUCKETS", chunks)
+    monkeypatch.setattr(RankSettings, "is_on_gpu", True)
+    monkeypatch.setattr(rank_settings, "CudaMeter", Meter)
+    monkeypatch.setattr(runner_factory, "open_inputs", on_device)
+    monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling_twin)
+    monkeypatch.setattr(runner_factory, "CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: HostCopy((), [tensor.clone() for tensor in tensors], None))
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
 

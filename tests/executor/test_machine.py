@@ -9,7 +9,7 @@ import torch
 from penstock.executor.kernels.cpu_ops import describe_cpu
 from penstock.executor.machine import available_memory, usable_cores
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import rank_builder
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.gguf_files import small_file
 from tests.support.refusals import cases
@@ -47,7 +47,7 @@ def test_without_control_groups_the_affinity_decides(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_the_team_of_a_model_is_no_larger_than_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(4)
-    monkeypatch.setattr(rank, "usable_cores", lambda: 2)
+    monkeypatch.setattr(rank_builder, "usable_cores", lambda: 2)
     UniprocExecutor(ExecutorConfig(model=str(small_file(tmp_path / "model.gguf")), kv_cache_bytes=1 << 20))
     assert torch.get_num_threads() == 2
     assert describe_cpu(torch.float32, None, None).num_threads == 2

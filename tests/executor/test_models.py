@@ -20,7 +20,7 @@ from penstock.engine.core.drafts import Drafter
 from penstock.engine.core.request import Request
 from penstock.executor.code_types import has_vectors
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import runner_factory
 from tests.executor.test_inputs import on_device
 from tests.executor.test_runner import drafts_of
 from tests.support import gguf_files, packed_models, small_models
@@ -138,7 +138,7 @@ def opened(row: Row, request: pytest.FixtureRequest) -> Iterator[Any]:
     executor = executor_of(path, dtype=row.dtype)
     if row.way.startswith("gpu"):
         assert {NUMBERS, BYTES} & executor.info.memory.keys() == {NUMBERS} & {row.kept}
-        assert all(layer.is_fused for layer in executor._rank._loaded.model.experts)
+        assert all(layer.is_fused for layer in executor._rank.loaded.model.experts)
     elif row.kept is not None:
         assert executor.info.dtype == "float32"
         assert (CODES in executor.info.memory) == (row.kept == CODES)
@@ -230,7 +230,7 @@ def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
         monkeypatch.setattr(Drafter, "_expected", guess)
         monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 3)
     if "device" in options:
-        monkeypatch.setattr(rank, "open_inputs", on_device)
+        monkeypatch.setattr(runner_factory, "open_inputs", on_device)
     has_drafts = bool(options & {"known", "ngram"})
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4) if has_drafts else None
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, speculative_config=speculation)

@@ -13,7 +13,8 @@ import torch
 from penstock.executor.kernels.state import DeviceState
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import rank_builder, rank_settings, runner_factory
+from penstock.executor.ranks.rank_builder import RankBuilder
 from penstock.executor.sampling.edits import TokenCounts
 from penstock.executor.step.memory import (
     GRAPHS_BYTES,
@@ -93,8 +94,8 @@ def test_a_cache_that_other_processes_make_small_is_named_with_both_sizes(monkey
         pretend_a_gpu(monkeypatch, Recorder)
         meter = Meter()
         monkeypatch.setattr(meter, "device", lambda: (30 * GIB, 80 * GIB))
-        monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
-        monkeypatch.setattr(rank, "wait_for_release", lambda measure, *_: measure())
+        monkeypatch.setattr(rank_settings, "CudaMeter", lambda _, meter=meter: meter)
+        monkeypatch.setattr(rank_builder, "wait_for_release", lambda measure, *_: measure())
         lines: list[str] = []
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=kv_bytes, dtype="float32")
         UniprocExecutor(config, lines.append)
@@ -115,7 +116,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
         return forward(self, step)
 
     pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
     monkeypatch.setattr(ModelRunner, "launch", watched)
     planned: list[int] = []  # steps that had run at each plan
 
@@ -123,7 +124,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
         planned.append(len(seen))
         return plan_kv(*given)
 
-    monkeypatch.setattr(rank, "plan_kv", plan)
+    monkeypatch.setattr(rank_builder, "plan_kv", plan)
     config = ExecutorConfig(
         model=str(folder(case)), dtype="float32", max_num_batched_tokens=num_tokens, max_num_seqs=3, block_size=4
     )
@@ -149,7 +150,7 @@ def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.Monkey
         return forward(self, step)
 
     pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
     monkeypatch.setattr(ModelRunner, "launch", watched)
     limits: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 3, "enforce_eager": True}
     UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), dtype="float32", enable_lora=True, **limits))
@@ -173,7 +174,7 @@ def test_counts_for_penalties_are_planned_for_and_allocated_for_the_first_reques
 
     monkeypatch.setattr(Meter, "allocated", measured)
     monkeypatch.setattr(TokenCounts, "allocate", recorded)
-    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
     config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", max_num_seqs=3, enforce_eager=True)
     executor = UniprocExecutor(config)
     assert meter.said[:3] == ["measured", "counts", "measured"]
@@ -188,14 +189,14 @@ def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: py
     pretend_a_gpu(monkeypatch, Recorder)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
-        assert (UniprocExecutor(config)._rank._graphs_set_aside == GRAPHS_BYTES) == (not enforce_eager)
+        assert (UniprocExecutor(config)._rank.runner_parts.graph_bytes == GRAPHS_BYTES) == (not enforce_eager)
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for taken, is_warned in ((3 * GIB, False), (4 * GIB, True)):
         pretend_a_gpu(monkeypatch, Recorder)
         meter = Meter(5 * GIB, 5 * GIB + taken)
-        monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
+        monkeypatch.setattr(rank_settings, "CudaMeter", lambda _, meter=meter: meter)
         lines: list[str] = []
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
         info = UniprocExecutor(config, lines.append).info
@@ -218,7 +219,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
         plan_kv(config, GIB, 1000, RankGroup(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)
     pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank.Rank, "_warm_up", lambda *_: small)
+    monkeypatch.setattr(RankBuilder, "_warm_up", lambda *_: small)
     info = UniprocExecutor(config).info
     assert info.num_blocks * info.block_bytes <= 0.9 * 2**20
     assert list(info.memory)[:3] == ["weights", "KV cache", "tables"] and info.memory["requests"] == 7
@@ -232,7 +233,7 @@ def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
 def test_a_cache_larger_than_the_free_memory_is_refused_before_the_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank, "load_model", Mock(side_effect=AssertionError("the weights are read")))
+    monkeypatch.setattr(rank_builder, "load_model", Mock(side_effect=AssertionError("the weights are read")))
     with pytest.raises(ExecutorError, match=rf"kv_cache_bytes: {2**60} given; \d+ bytes of memory are free"):
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**60))
 
@@ -265,7 +266,7 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
     monkeypatch.setattr(executor._runner._inputs, "flush", full)
     with pytest.raises(ExecutorError, match="for a step: lower .*max_num_batched_tokens or max_num_seqs"):
         executor.submit(Step(1, [], []))
-    monkeypatch.setattr(rank, "load_model", full)
+    monkeypatch.setattr(rank_builder, "load_model", full)
     with pytest.raises(ExecutorError, match="for the weights: .*tensor_parallel_size"):
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3"))))
 
@@ -274,7 +275,7 @@ def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest
     """Not as the model's longest context: with a million positions and 256 slots that is a gigabyte."""
     pretend_a_gpu(monkeypatch, Recorder)
     open_inputs = Mock(side_effect=on_device)
-    monkeypatch.setattr(rank, "open_inputs", open_inputs)
+    monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
     config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", kv_cache_bytes=2**15, block_size=4)
     info = UniprocExecutor(config).info
     widths = [opened.args[1] for opened in open_inputs.call_args_list]

@@ -42,7 +42,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
         # It takes as long as a test, and nothing is in flight yet.
-        monkeypatch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: None)
+        monkeypatch.setattr("penstock.executor.ranks.rank_builder.warm_up", lambda *_: None)
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(
         model=str(folder(CASE)),
@@ -200,7 +200,7 @@ def test_on_a_gpu_two_steps_in_flight_leave_the_tokens_of_the_table(kind: str) -
 
 def _forget_the_second_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a forward pass write where the last draw's tokens still wait to be copied."""
-    monkeypatch.setattr("penstock.executor.ranks.rank.CudaGraphs", functools.cache(CudaGraphs))
+    monkeypatch.setattr("penstock.executor.ranks.runner_factory.CudaGraphs", functools.cache(CudaGraphs))
 
 
 def _forget_the_restores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from penstock.executor.protocol import (
     StepResult,
 )
 from penstock.executor.ranks.rank import Rank
+from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.wire import Rendezvous
 from penstock.executor.ranks.worker import join
 from penstock.executor.step.runner import LaunchedStep
@@ -85,7 +86,7 @@ class Threads:
         host, port, fd = self._where
         group = join(r, WORLD, Rendezvous(host, port, host, fd if r == 0 else None), torch.device("cpu"))
         RECORDER.set(recorder)
-        self.ranks[r] = Rank(config, group, torch.device("cpu"), lambda _: None)
+        self.ranks[r] = build_rank(config, group, torch.device("cpu"), lambda _: None)
 
     def _run(self, r: int) -> None:
         while (job := self._jobs[r].get()) is not None:

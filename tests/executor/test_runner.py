@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.executor.protocol import Sampling
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import runner_factory
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
 from tests.support.checkpoints import executor_of
@@ -96,7 +96,7 @@ def test_rows_with_drafts_sample_what_rows_without_them_do(
 ) -> None:
     """Right and wrong drafts, beside a request without any; stale blocks hold nothing that a sum would survive."""
     if is_device:
-        monkeypatch.setattr(rank, "open_inputs", on_device)
+        monkeypatch.setattr(runner_factory, "open_inputs", on_device)
     driver = open_driver()
     kv_of(driver).fill_(float("nan"))
     prompts = [PROMPT[:5], PROMPT[:17], PROMPT]

@@ -1,6 +1,7 @@
 """Other weights under a running executor: as if it had been started with them, whatever the family; or refused by name."""
 
 import contextlib
+import dataclasses
 import gc
 import mmap
 import os
@@ -24,7 +25,8 @@ from penstock.executor.kernels.cpu_layers import join_layers
 from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
-from penstock.executor.ranks import rank
+from penstock.executor.ranks.rank import Rank
+from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
@@ -203,8 +205,8 @@ def on_places(executor: UniprocExecutor) -> UniprocExecutor:
     """Keep adapters as on a GPU: copied to few places of one size, layer by layer."""
     rank, device = executor._rank, torch.device("cpu")
     with mock.patch("penstock.executor.kernels.lora._load_kernel", lambda: add_lora):
-        sizes = rank._config.max_loras, rank._config.max_lora_rank
-        rank.adapters._weights = LoraSlots(rank.adapters._shapes, *sizes, rank._loaded.dtype, device)
+        sizes = rank.settings.config.max_loras, rank.settings.config.max_lora_rank
+        rank.adapters._weights = LoraSlots(rank.adapters._shapes, *sizes, rank.loaded.dtype, device)
     return executor
 
 
@@ -234,7 +236,7 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
     executor.update_weights(str(path))
     assert executor.info == fresh.info and bits(executor, keys) == expected
     assert executor._rank.adapters._weights is held
-    old = weakref.ref(executor._rank._loaded.model.adapted[0])
+    old = weakref.ref(executor._rank.loaded.model.adapted[0])
     executor.sleep(2)
     gc.collect()
     assert old() is None  # nothing of the adapters holds the weights that went
@@ -254,7 +256,9 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
 
 def test_weights_do_not_change_beneath_experts_that_move() -> None:
     executor = executor_of(folder("mixtral"))
-    executor._rank._config = msgspec.structs.replace(executor._rank._config, enable_eplb=True)
+    settings = executor._rank.settings
+    config = msgspec.structs.replace(settings.config, enable_eplb=True)
+    executor._rank.settings = dataclasses.replace(settings, config=config)
     refused = "weights cannot be replaced with enable_eplb, which moves experts between ranks"
     with pytest.raises(WeightsError, match=refused):
         executor.update_weights(str(folder("mixtral")))
@@ -318,7 +322,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
     for level in (1, 2):
         executor.sleep(level)
         assert mapped() <= awake - 2**21
-        assert executor._rank._loaded.has_model == (level == 1)
+        assert executor._rank.loaded.has_model == (level == 1)
         if level == 2:
             with pytest.raises(WeightsError, match="level 2 has dropped the weights; update_weights"):
                 executor.wake(["weights", "kv_cache"])
@@ -336,8 +340,8 @@ def test_a_rank_sleeps_on_after_a_wake_up_that_fails_at_the_graphs(
     first = said(executor)
     executor.sleep(1)
     with monkeypatch.context() as patch:
-        patch.setattr(rank, "_is_gpu", lambda _device: True)
-        patch.setattr(rank.Rank, "_capture", mock.Mock(side_effect=error))
+        patch.setattr(RankSettings, "is_on_gpu", True)
+        patch.setattr(Rank, "capture_graphs", mock.Mock(side_effect=error))
         for _ in range(2):
             with pytest.raises(WeightsError, match=r"wake_up: .*memory"):
                 executor.wake(["kv_cache"])

@@ -11,7 +11,7 @@ import torch
 
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
-from penstock.executor.ranks import rank
+from penstock.executor.ranks.runner_factory import RunnerFactory
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
@@ -99,7 +99,7 @@ def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch
     for is_warm in (False, True):
         with monkeypatch.context() as patch:
             if not is_warm:
-                patch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: None)
+                patch.setattr("penstock.executor.ranks.rank_builder.warm_up", lambda *_: None)
             driver = Driver(open_warm())
         sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, SAMPLINGS, strict=True)]
         results = [driver.advance(*sequences, chunk=5) for _ in range(6)]
@@ -111,13 +111,13 @@ def test_nothing_is_left_of_what_was_warmed_up(monkeypatch: pytest.MonkeyPatch) 
     """Its memory is the cache's. Graphs are captured with rows that are padding: these write to block 0."""
     pretend_a_gpu(monkeypatch, Recorder)
     opened: list[weakref.ref[ModelRunner]] = []
-    open_runner = rank.Rank._open_runner
+    open_runner = RunnerFactory.open
 
     def note(*given: Any) -> ModelRunner:
         opened.append(weakref.ref(made := open_runner(*given)))
         return made
 
-    monkeypatch.setattr(rank.Rank, "_open_runner", note)
+    monkeypatch.setattr(RunnerFactory, "open", note)
     executor = open_warm()
     gc.collect()
     assert [runner() for runner in opened] == [None, executor._runner]
@@ -145,7 +145,7 @@ def test_without_graphs_kernels_are_warmed_all_the_same(monkeypatch: pytest.Monk
 
 
 def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.ranks.rank.warm_up", lambda *_: pytest.fail("warmed up"))
+    monkeypatch.setattr("penstock.executor.ranks.rank_builder.warm_up", lambda *_: pytest.fail("warmed up"))
     lines: list[str] = []
     assert "activations" not in open_warm(lines).info.memory
     assert not [line for line in lines if "arm" in line or "raph" in line]

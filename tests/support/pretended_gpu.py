@@ -171,11 +171,11 @@ class PretendedGpu(TorchDispatchMode):
             self._patches.setattr(torch.cuda, name, value)
         # In place of the kernels, which need a real GPU, their plain-torch twins.
         self._patches.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
-        self._patches.setattr("penstock.executor.ranks.rank.select_sampling_ops", lambda _: sampling)
-        self._patches.setattr("penstock.executor.ranks.rank.select_input_ops", lambda _: torch_inputs)
+        self._patches.setattr("penstock.executor.ranks.runner_factory.select_sampling_ops", lambda _: sampling)
+        self._patches.setattr("penstock.executor.ranks.runner_factory.select_input_ops", lambda _: torch_inputs)
         self._patches.setattr("penstock.executor.kernels.lora._load_kernel", lambda: lora.add_lora)
         # The twin of attention looks at a padded batch's rows on the host, which a graph of this one cannot repeat.
-        self._patches.setattr("penstock.executor.ranks.rank.CHUNK_BUCKETS", ())
+        self._patches.setattr("penstock.executor.ranks.runner_factory.CHUNK_BUCKETS", ())
         tensor = torch.tensor
         self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
         self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))

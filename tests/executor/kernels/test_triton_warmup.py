@@ -27,7 +27,7 @@ from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
-from penstock.executor.ranks import rank
+from penstock.executor.ranks import runner_factory
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
@@ -116,8 +116,8 @@ def open_on_kernels(
         return DeviceInputs(*sizes, inputs, device, cache_layout=layout)
 
     pretend_a_gpu(monkeypatch, lambda: recorder)
-    monkeypatch.setattr(rank, "open_inputs", open_inputs)
-    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
+    monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
+    monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling)
     compute_with(monkeypatch, ops)
     return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options)))
 
