@@ -1,4 +1,4 @@
-/* Quantized weights of GGUF files (executor/kernels/weight.py). Addresses are integers. */
+/* Quantized weights of GGUF files (executor/kernels/stored_formats.py). Addresses are integers. */
 
 /* Return the name of a type. Types are numbered from 0; beyond the last one, return NULL. */
 const char *penstock_code_name(int type);

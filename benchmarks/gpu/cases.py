@@ -25,7 +25,8 @@ from penstock.executor.kernels import (
 )
 from penstock.executor.kernels.eight_bits import FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, StateLayout
-from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight, numbers
+from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
+from penstock.executor.kernels.weight import Weight, numbers
 
 Tensors = tuple[torch.Tensor, ...]
 Heads = tuple[int, int, int]  # query heads, key-value heads, dimension

@@ -11,25 +11,25 @@ weights' to five digits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.code_types import CODE_TYPES, CodeType, has_vectors
+from penstock.executor.code_types import CodeType, has_vectors
 from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu
-from penstock.executor.kernels.weight import EIGHT_BITS, Format, Ggml, Groups, Weight, group_of
+from penstock.executor.kernels.weight import Format, Weight
 from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
-CHUNK = 32  # neighbours along the depth that share one scale in C
 
 
 @dataclass(frozen=True, slots=True)
 class Panels(Format):
     """A weight packed for C: codes of a type (csrc/codes.h), or blocks of transposed numbers if `type` is None."""
 
+    is_packed: ClassVar[bool] = True
     type: CodeType | None
     width: int
     depth: int
@@ -49,7 +49,7 @@ class CpuProduct:
         num_threads: int | None = None,
         level: str | None = None,
     ) -> None:
-        """Pack weights that `code_type` or `is_repacked` accepts; raise ExecutorError if a scale is not finite."""
+        """Pack weights that `Format.codes_for_cpu` or `is_repacked` accepts; raise ExecutorError if a scale is not finite."""
         assert dtype in DTYPES
         self._dtype, self._depth = dtype, weights[0].shape[1]
         self._cpu = describe_cpu(dtype, num_threads, level)
@@ -129,54 +129,16 @@ def is_repacked(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % 2 == 0 and has_vectors()
 
 
-def code_type(weight: Weight) -> tuple[CodeType, Weight] | None:
-    """Return the code type that C uses for this weight, and the weight with 16-bit scales. None if C has no code type
-    for it: if the weight is not quantized, or its group size, zeros or scales do not fit."""
-    if isinstance(weight.format, Ggml):
-        return weight.format.type, weight
-    if not isinstance(weight.format, Groups) or weight.codes.dtype is EIGHT_BITS or group_of(weight) % CHUNK:
-        return None
-    scales, zeros, bits = _in_16_bits(weight.scales), weight.zeros, weight.format.bits
-    if scales is None or (zeros is not None and zeros.is_floating_point()):
-        return None
-    name = f"G{bits}" if zeros is not None else f"Q{bits}_0"
-    if scales.dtype is torch.bfloat16:
-        name = f"G{bits}_BF16"
-    return CODE_TYPES[name], weight._replace(scales=scales)
-
-
-def _in_16_bits(scales: Tensor | None) -> Tensor | None:
-    """Return scales as float16 or bfloat16 if that is exact."""
-    if scales is None or scales.dtype is not torch.float32:
-        return scales
-    candidates = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((narrow for narrow in candidates if torch.equal(narrow.float(), scales)), None)
-
-
 def _pack(weight: Weight, level: int) -> Weight:
     width, depth = weight.shape
-    if (found := code_type(weight)) is None:
+    if (coded := weight.format.codes_for_cpu(weight)) is None:
         assert weight.is_numbers
         return Weight(Panels(None, width, depth), _pack_numbers(weight.codes, _lib.penstock_cpu_columns(level)))
-    kind, weight = found
-    panels = pack_codes(kind, weight, _lib.penstock_coded_columns(level))
-    return Weight(Panels(kind, width, depth), panels)
-
-
-def pack_codes(kind: CodeType, weight: Weight, columns: int) -> Tensor:
-    """Pack codes into panels of `columns` rows of the weight; raise ExecutorError if a scale is not finite."""
-    width, depth = weight.shape
+    kind, weight = coded
+    columns = _lib.penstock_coded_columns(level)
     panels = torch.frombuffer(allocate(_lib.penstock_code_bytes(kind.number, width, depth, columns)), dtype=torch.uint8)
-    if isinstance(weight.format, Ggml):
-        stored = weight.codes.contiguous()
-        bad = _lib.penstock_code_pack(kind.number, stored.data_ptr(), width, depth, columns, panels.data_ptr())
-        if bad >= 0:
-            raise weight.error(bad)
-    else:
-        parts = [None if part is None else part.contiguous() for part in weight[1:4]]
-        sizes = width, depth, group_of(weight), columns
-        _lib.penstock_group_pack(kind.number, *addresses(*parts), *sizes, panels.data_ptr())
-    return panels
+    weight.format.pack_for_cpu(weight, kind, columns, panels)
+    return Weight(Panels(kind, width, depth), panels)
 
 
 def _pack_numbers(weight: Tensor, columns: int) -> Tensor:

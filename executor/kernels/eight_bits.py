@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.kernels import Quantized
-from penstock.executor.kernels.weight import BLOCK
+from penstock.executor.kernels.stored_formats import BLOCK
 
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 TINY = 1e-10  # the largest magnitude assumed for a block of zeros, to avoid a scale of 0

@@ -13,29 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import Narrow, Ops, Rows
-from penstock.executor.kernels.cpu_product import CpuProduct, code_type, is_repacked
+from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.eight_bits import pad_scales
-from penstock.executor.kernels.weight import (
-    BLOCK,
-    BLOCKS,
-    EIGHT_BITS,
-    MXFP4,
-    MXFP4_BLOCK,
-    Blocks,
-    Ggml,
-    Groups,
-    Packed,
-    Weight,
-    as_groups,
-    group_of,
-    numbers,
-)
+from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
+from penstock.executor.kernels.weight import EIGHT_BITS, GpuFormats, Weight, numbers, pack_for_gpu
 
 # The quantized weights that are not dequantized, besides `Packed` ones: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
 # The memory of all tensors except codes and their scales, the part of it that was dequantized at load time, and codes.
 MemoryKind = Literal["numbers", "widened", "codes"]
-HALVES = (64, 32, 16)  # numbers along the depth that a kernel dequantizes at a time
 
 
 class Linear:
@@ -59,7 +45,7 @@ class Linear:
         return torch.cat([self._multiply(x, *each) for each in zip(self.weights, biases, strict=True)], 1)
 
     def _multiply(self, x: Rows, weight: Weight, bias: Tensor | None) -> Tensor:
-        if isinstance(x, Tensor) and isinstance(weight.format, Blocks):
+        if isinstance(x, Tensor) and weight.format.multiplies_eight_bits:
             assert self._ops.blocks is not None
             x = Narrow(self._ops.blocks.quantize(x), x.dtype)
         return self._ops.linear(x, weight, bias)
@@ -69,13 +55,7 @@ class Linear:
         if self.product is not None:
             return self.product.rows(indices)
         (weight,) = self.weights
-        if weight.is_numbers:
-            return weight.codes.index_select(0, indices)
-        assert isinstance(weight.format, Packed) and weight.scales is not None
-        indices = indices.long()
-        scales, zeros = (None if part is None else part.index_select(1, indices) for part in weight[2:4])
-        codes = weight.codes.view(torch.uint8).index_select(0, indices).view(weight.codes.dtype)
-        return weight._replace(codes=codes, scales=scales, zeros=zeros).dequantize(indices.device, dtype)
+        return weight.format.look_up(weight, indices, dtype)
 
     @property
     def plain(self) -> Tensor | None:
@@ -93,7 +73,7 @@ class Linear:
     @property
     def takes_narrow(self) -> bool:
         """True if the layer multiplies in FP8, and so accepts `Narrow` inputs."""
-        return len(self.weights) == 1 and isinstance(self.weights[0].format, Blocks)
+        return len(self.weights) == 1 and self.weights[0].format.multiplies_eight_bits
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the layer. Replacing their contents makes it another layer of the same shape."""
@@ -138,7 +118,7 @@ class LinearMaker:
             return Linear([blocks], bias, self._ops)
         weights: list[Weight] = []
         computed = [(part, self._as_codes(part)) for part in parts]
-        for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else _kind_of(pair[1])):
+        for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else pair[1].join_key):
             given = list(run)
             codes = [each for _, each in given if each is not None]
             self._note_storage(part for part, each in given if each is not None)
@@ -147,7 +127,7 @@ class LinearMaker:
             elif self._kept == "all":
                 weights += codes
             else:
-                weights.append(pack(codes, self._device))
+                weights.append(pack_for_gpu(codes, self._device))
         if all(is_repacked(each.codes) if each.is_numbers else self._kept == "all" for each in weights):
             product = CpuProduct(weights, self._dtype, bias)
             self._count_codes(made for each, made in zip(weights, product.weights, strict=True) if not each.is_numbers)
@@ -158,7 +138,7 @@ class LinearMaker:
     def table(self, part: Weight, is_head: bool) -> Linear:
         """Return a layer for embedding lookups. With `is_head` it is also the tied LM head, stored once for both."""
         codes = self._as_codes(part)
-        if codes is not None and (self._kept == "all" or isinstance(codes.format, Groups)):
+        if codes is not None and (self._kept == "all" or codes.format.has_lookup):
             return self([part], None)
         values = self.count(self.dequantize(part, copy=not is_head))
         if not is_head:
@@ -185,80 +165,25 @@ class LinearMaker:
     def _note_storage(self, parts: Iterable[Weight]) -> None:
         with self._lock:
             for part in parts:
-                stored = part.format
-                name = stored.type.name if isinstance(stored, Ggml) else f"{getattr(stored, 'bits', 8)} bits"
-                self.stored_bytes[name] += part.codes.nbytes
+                self.stored_bytes[part.format.storage_name] += part.codes.nbytes
 
     def _count_codes(self, weights: Iterable[Weight]) -> None:
         self.add_bytes("codes", sum(tensor.nbytes for weight in weights for tensor in weight.tensors()))
 
     def _as_codes(self, part: Weight) -> Weight | None:
         """Return the quantized weight in a format that the device computes with; None if it must be dequantized."""
-        if not isinstance(part.format, Groups | Ggml):
-            return None
         if self._kept == "all":
-            return part if code_type(part) is not None else None
-        if isinstance(part.format, Ggml) and part.format.type.name == "MXFP4":
-            return part if self._kept == "MXFP4" else None
-        if not self._ops.has_packed:
-            return None
-        groups = as_groups(part) if isinstance(part.format, Ggml) else part
+            return part if part.format.codes_for_cpu(part) is not None else None
         # GPUs without FP8 conversion in registers have no FP8 products either (`ops.blocks` is None).
-        is_computed = groups.codes.dtype is not EIGHT_BITS or self._ops.blocks is not None
-        return groups if is_computed and half_of(groups) is not None else None
-
-
-def half_of(weight: Weight) -> int | None:
-    """Return the `half` of `Packed` for a weight of `Groups`; None if the kernels do not support its shape."""
-    assert isinstance(weight.format, Groups)
-    columns, group, per_byte = weight.shape[1], group_of(weight), 8 // weight.format.bits
-    fits = (half for half in HALVES if not columns % (half * per_byte) and not (group % half and half % group))
-    return next(fits, None)
-
-
-def _kind_of(weight: Weight) -> tuple[object, ...]:
-    """Return a key that is equal for quantized weights that can be joined into one."""
-    if isinstance(weight.format, Ggml):
-        return (Ggml,)
-    return weight.format, group_of(weight), *(None if part is None else part.dtype for part in weight[1:4])
-
-
-def pack(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Concatenate the rows of quantized weights of one kind, in the format that the GPU kernels read."""
-    if isinstance(weights[0].format, Ggml):
-        return _pack_mxfp4(weights, device)
-    first, half = weights[0], half_of(weights[0])
-    assert isinstance(first.format, Groups) and half is not None
-    codes = torch.cat([weight.codes.to(device).view(torch.uint8) for weight in weights])
-    if first.format.bits == 4:
-        low, high = codes.unflatten(1, (-1, 2, half)).unbind(2)
-        codes = (low | high << 4).flatten(1)
-    codes = codes.view(first.codes.dtype)
-
-    def turned(values: list[Tensor]) -> Tensor | None:
-        return torch.cat([each.to(device) for each in values]).t().contiguous() if values else None
-
-    scales = turned([weight.scales for weight in weights if weight.scales is not None])
-    zeros = turned([weight.zeros for weight in weights if weight.zeros is not None])
-    return Weight(Packed(first.format.bits, half), codes, scales, zeros)
-
-
-def _pack_mxfp4(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Concatenate MXFP4 weights as `Mxfp4`; raise ExecutorError if a scale is not finite."""
-    size = MXFP4_BLOCK // 2 + 1
-    for weight in weights:
-        bad = (weight.codes[:, ::size] == 255).any(1).nonzero()
-        if len(bad):
-            raise weight.error(int(bad[0]))
-    rows = torch.cat([weight.codes for weight in weights]).unflatten(1, (-1, size))
-    return Weight(MXFP4, rows[..., 1:].flatten(1).to(device), rows[..., 0].contiguous().to(device))
+        computed = GpuFormats(self._kept == "MXFP4", self._ops.has_packed, self._ops.blocks is not None)
+        return part.format.codes_for_gpu(part, computed)
 
 
 def join_blocks(parts: Sequence[Weight], device: torch.device) -> Weight | None:
     """Concatenate the rows of `Blocks` weights, with scales in cuBLAS's layout. None if a weight has another format, if
     any but the last ends within a block, or if the kernels do not support the shape."""
     rows = [part.shape[0] for part in parts]
-    if not all(isinstance(part.format, Blocks) for part in parts) or any(size % BLOCK for size in rows[:-1]):
+    if not all(part.format is BLOCKS for part in parts) or any(size % BLOCK for size in rows[:-1]):
         return None
     if sum(rows) % 16 or parts[0].shape[1] % BLOCK:
         return None

@@ -1,32 +1,45 @@
 """The weight of a linear layer, in the same type for checkpoint readers, for slicing by rank and for kernels.
 
 A `Weight` holds unquantized numbers, or codes with the scales and zeros that dequantize them; its `format` defines the
-layout. Checkpoints store `Numbers`, `Blocks`, `Groups`, `Shuffled` or `Ggml`, which can be sliced and dequantized. For kernels,
-weights are packed once as `Packed` or `Mxfp4` (linear.py) or `Panels` (cpu_product.py), except numbers and blocks.
+layout and everything that depends on it. Checkpoints store `Numbers` and the formats of stored_formats.py, which can be
+sliced and dequantized. For kernels, weights are packed once: as a format of gpu_formats.py, or as `Panels`
+(cpu_product.py). Numbers and blocks of eight bits are not packed.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock import _csrc
 from penstock.executor.code_types import CodeType
 from penstock.executor.protocol import ExecutorError
 
-_lib: Any = _csrc.lib
 CPU = torch.device("cpu")
 EIGHT_BITS = torch.float8_e4m3fn
-BLOCK = 128  # rows and columns that share one scale in `Blocks`
-LEAST_GROUP = 16
 VALUES_AT_ONCE = 1 << 22  # number of values that are dequantized in float32 at a time
 
 
+class GpuFormats(NamedTuple):
+    """The quantized formats whose products the kernels of a GPU compute."""
+
+    has_mxfp4: bool
+    has_groups: bool
+    has_eight_bits: bool  # float8_e4m3fn codes, also those of `Groups`
+
+
 class Format:
-    """The layout of a weight's codes, with the operations to slice and dequantize them."""
+    """The layout of a weight's codes, with the operations to slice, dequantize and pack them."""
+
+    is_packed: ClassVar[bool] = False  # packed for kernels, and so cannot be sliced any more
+    multiplies_eight_bits: ClassVar[bool] = False  # products take inputs of eight bits (`Narrow`)
+    has_lookup: ClassVar[bool] = False  # rows can be looked up in the format that `pack_for_gpu` returns
+
+    @property
+    def storage_name(self) -> str:
+        """The name of the storage in `ModelInfo.storage`, for quantized weights."""
+        raise NotImplementedError
 
     def shape(self, weight: "Weight") -> tuple[int, ...]:
         return tuple(weight.codes.shape)
@@ -44,6 +57,36 @@ class Format:
 
     def rows(self, weight: "Weight", first: int, end: int, device: torch.device) -> Tensor:
         """Return these rows as float32."""
+        raise NotImplementedError
+
+    def look_up(self, weight: "Weight", indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows [T] as [T, in], dequantized on the device of `indices`."""
+        raise NotImplementedError
+
+    def fingerprint_parts(self, weight: "Weight") -> tuple[str, list[Tensor]]:
+        """Return a name of the format and the tensors that together identify a quantized weight."""
+        return self.storage_name, weight.tensors()
+
+    def codes_for_cpu(self, weight: "Weight") -> tuple[CodeType, "Weight"] | None:  # noqa: ARG002
+        """Return the code type that C uses for this weight, and the weight with 16-bit scales. None if C has no code
+        type for it: if the weight is not quantized, or its group size, zeros or scales do not fit."""
+        return None
+
+    def pack_for_cpu(self, weight: "Weight", kind: CodeType, columns: int, panels: Tensor) -> None:
+        """Pack a weight that `codes_for_cpu` returned into panels of `columns` rows of the weight; raise ExecutorError
+        if a scale is not finite."""
+        raise NotImplementedError
+
+    def codes_for_gpu(self, weight: "Weight", computed: GpuFormats) -> "Weight | None":  # noqa: ARG002
+        """Return the weight in a format that `pack_for_gpu` packs; None if the GPU does not compute with its codes."""
+        return None
+
+    def join_key(self, weight: "Weight") -> tuple[object, ...]:
+        """Return a key that is equal for quantized weights that `pack_for_gpu` can join into one."""
+        raise NotImplementedError
+
+    def pack_for_gpu(self, weights: Sequence["Weight"], device: torch.device) -> "Weight":
+        """Concatenate the rows of quantized weights of one kind, in the format that the GPU kernels read."""
         raise NotImplementedError
 
 
@@ -108,8 +151,13 @@ class Weight(NamedTuple):
         """A key that is equal for weights that can be stacked."""
         return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:4])
 
+    @property
+    def join_key(self) -> tuple[object, ...]:
+        """A key that is equal for quantized weights that `pack_for_gpu` can join into one."""
+        return self.format.join_key(self)
+
     def error(self, row: int) -> ExecutorError:
-        kind = self.format.type.name if isinstance(self.format, Ggml) else "its codes"
+        kind = self.format.storage_name
         return ExecutorError(f"tensor {self.name!r}: row {row} has a scale of {kind} that is not finite")
 
 
@@ -133,204 +181,18 @@ class Numbers(Format):
     def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
         return weight._replace(codes=weight.codes.narrow(dim, start, size))
 
-
-@dataclass(frozen=True, slots=True)
-class Blocks(Format):
-    """float8_e4m3fn with one float32 scale per 128 × 128 block, the format of DeepSeek-V3 and the FP8 Qwen3."""
-
-    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
-        return start // BLOCK * BLOCK, end
-
-    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
-        assert weight.scales is not None and start % BLOCK == 0
-        scales = weight.scales.narrow(dim, start // BLOCK, -(-size // BLOCK))
-        return weight._replace(codes=weight.codes.narrow(dim, start, size), scales=scales)
-
-    def rows_of_scales(self, rows: Tensor) -> Tensor | None:
-        firsts = rows[::BLOCK]
-        blocks = (firsts[:, None] + torch.arange(BLOCK)).flatten()
-        return None if (firsts % BLOCK).any() or not torch.equal(rows, blocks[: len(rows)]) else firsts // BLOCK
-
-    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        assert weight.scales is not None
-        # A lookup table, because torch's conversion from FP8 on a CPU has a quarter of its speed.
-        table = torch.arange(256, dtype=torch.uint8, device=device).view(EIGHT_BITS).float()
-        codes = weight.codes[first:end].to(device).view(torch.uint8)
-        values = table.index_select(0, codes.int().flatten()).view(codes.shape)
-        row, column = (torch.arange(*span, device=device) // BLOCK for span in ((first, end), (0, codes.shape[1])))
-        by: Tensor = weight.scales.to(device, torch.float32)[row[:, None], column]
-        return values.mul_(by)
+    def look_up(self, weight: Weight, indices: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        return weight.codes.index_select(0, indices)
 
 
-@dataclass(frozen=True, slots=True)
-class Groups(Format):
-    """Group-quantized codes of four or eight bits, one per byte, with a scale per group of neighbours: [rows, groups].
-
-    A number is (code - zero) · scale with uint8 zeros, or code · scale - minimum with float16 minima in place of the
-    zeros; without either, the zero is the middle code. float8_e4m3fn codes are numbers and have no zero. AWQ, GPTQ and
-    compressed-tensors store such weights, and GGUF weights can be converted to this format.
-    """
-
-    bits: int = 4
-
-    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:
-        columns = weight.shape[1]
-        if dim == 0 or (start, end) == (0, columns):
-            return start, end
-        group = group_of(weight)
-        if group == columns or math.gcd(group, start, end - start) >= LEAST_GROUP:
-            return start, end
-        unit = LEAST_GROUP if group % LEAST_GROUP == 0 else group
-        return start // unit * unit, min(-(-end // unit) * unit, columns)
-
-    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
-        whole, zeros = group_of(weight), weight.zeros
-        assert weight.scales is not None
-        if dim == 0:
-            scales = weight.scales.narrow(0, start, size)
-            zeros = None if zeros is None else zeros.narrow(0, start, size)
-            return weight._replace(codes=weight.codes.narrow(0, start, size), scales=scales, zeros=zeros)
-        codes = weight.codes.narrow(1, start, size)
-        if whole == weight.shape[1]:
-            return weight._replace(codes=codes)
-        group = math.gcd(whole, start, size)
-
-        def cut(values: Tensor) -> Tensor:
-            return values.repeat_interleave(whole // group, 1).narrow(1, start // group, size // group)
-
-        return weight._replace(codes=codes, scales=cut(weight.scales), zeros=None if zeros is None else cut(zeros))
-
-    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        assert weight.scales is not None
-        zeros = None if weight.zeros is None else weight.zeros[first:end].to(device)
-        return scaled(weight.codes[first:end].to(device), weight.scales[first:end].to(device), zeros, self.bits)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Shuffled(Format):
-    """Codes like those of `Groups`, but the inputs of a group are not neighbours (GPTQ with act-order). No kernel reads
-    this format: such weights are dequantized at load time."""
-
-    bits: int
-    group_of_input: Tensor  # int64 [columns]
-
-    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:
-        return (start, end) if dim == 0 else (0, weight.shape[1])
-
-    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
-        assert dim == 0
-        return weight.like(tensor.narrow(0, start, size) for tensor in weight.tensors())
-
-    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        by = self.group_of_input
-        codes, scales, zeros = (None if part is None else part[first:end] for part in weight[1:4])
-        assert codes is not None and scales is not None
-        return scaled(codes, scales[:, by], None if zeros is None else zeros[:, by], self.bits).to(device)
-
-
-def group_of(weight: Weight) -> int:
-    """Return the group size of a weight of `Groups`: the number of neighbours that share one scale."""
-    assert weight.scales is not None
-    return weight.codes.shape[1] // weight.scales.shape[1]
-
-
-def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """Dequantize codes [rows, columns] with scales and zeros [rows, groups] to float32, as `Groups` defines."""
-    values = codes.float().unflatten(1, (scales.shape[1], -1))
-    by, zero = scales.float()[..., None], 0.0 if codes.dtype is EIGHT_BITS else float(1 << bits - 1)
-    if zeros is not None and zeros.is_floating_point():
-        made: Tensor = values * by - zeros[..., None].float()
-    else:
-        made = (values - (zero if zeros is None else zeros[..., None].float())) * by
-    return made.flatten(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Ggml(Format):
-    """The quantized blocks of a GGUF file: uint8 [rows, bytes], which C decodes (csrc/codes.c)."""
-
-    type: CodeType
-
-    def shape(self, weight: Weight) -> tuple[int, ...]:
-        return weight.codes.shape[0], weight.codes.shape[1] // self.type.size_bytes * self.type.block
-
-    def covering(self, weight: Weight, dim: int, start: int, end: int) -> tuple[int, int]:  # noqa: ARG002
-        unit = self.type.block if dim == 1 else 1
-        return start // unit * unit, -(-end // unit) * unit
-
-    def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
-        if dim == 1:
-            start, size = (at // self.type.block * self.type.size_bytes for at in (start, size))
-        return weight._replace(codes=weight.codes.narrow(dim, start, size))
-
-    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        some = weight.codes[first:end].contiguous()
-        blocks, columns = some.numel() // self.type.size_bytes, weight.shape[1]
-        values = torch.empty((end - first, columns))
-        bad = _lib.penstock_code_values(self.type.number, some.data_ptr(), blocks, values.data_ptr())
-        if bad >= 0:
-            raise weight.error(first + bad * self.type.block // columns)
-        return values.to(device)
-
-
-def as_groups(weight: Weight) -> Weight:
-    """Convert a `Ggml` weight to `Groups`. Each group's scale is multiplied out and rounded to float16, a relative
-    error of at most 1/4096; bfloat16 rounds every product to 1/512."""
-    assert isinstance(weight.format, Ggml)
-    (rows, columns), number = weight.shape, weight.format.type.number
-    stored, groups = weight.codes.contiguous(), columns // _lib.penstock_code_group_values(number)
-    codes = torch.empty((rows, columns), dtype=torch.uint8)
-    halves = [torch.empty((rows, groups)) for _ in range(1 + _lib.penstock_code_has_minima(number))]
-    blocks = stored.numel() // weight.format.type.size_bytes
-    addresses = [part.data_ptr() for part in (stored, codes, *halves)]
-    bad = _lib.penstock_code_groups(number, addresses[0], blocks, *addresses[1:], *(0,) * (2 - len(halves)))
-    if bad >= 0:
-        raise weight.error(bad * weight.format.type.block // columns)
-    scales, *minima = (half.half() for half in halves)
-    for half in (scales, *minima):
-        if not (finite := half.isfinite().all(1)).all():
-            raise weight.error(int((~finite).nonzero()[0, 0]))
-    bits = _lib.penstock_code_group_bits(number)
-    return Weight(Groups(bits), codes, scales, minima[0] if minima else None, name=weight.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed(Format):
-    """`Groups` in the layout of the Triton kernels, [N, K] or for several experts [S, N, K]: uint8 [..., N, K · bits /
-    8] or float8_e4m3fn, with scales and zeros [..., K / group, N]. A byte holds two four-bit codes whose inputs are
-    `half` apart, so that one load serves two products."""
-
-    bits: int
-    half: int
-
-    def shape(self, weight: Weight) -> tuple[int, ...]:
-        *leading, width, row_bytes = weight.codes.shape
-        return (*leading, width, row_bytes * 8 // self.bits)
-
-    def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        codes = weight.codes[first:end]
-        if self.bits == 4:
-            runs = codes.unflatten(1, (-1, self.half))
-            codes = torch.stack((runs & 15, runs >> 4), 2).flatten(1)
-        assert weight.scales is not None
-        zeros = None if weight.zeros is None else weight.zeros[:, first:end].t()
-        return scaled(codes, weight.scales[:, first:end].t(), zeros, self.bits).to(device)
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4(Format):
-    """MXFP4 in the layout of the Triton kernels: two 4-bit floats per byte, [..., N, K / 2], times 2 ** (scale - 127)
-    with uint8 `scales` [..., N, K / 32]. Byte i of a block of 16 bytes holds the codes i and i + 16."""
-
-    def shape(self, weight: Weight) -> tuple[int, ...]:
-        return (*weight.codes.shape[:-1], weight.codes.shape[-1] * 2)
-
-
-MXFP4_BLOCK = 32
-
-NUMBERS, BLOCKS, MXFP4 = Numbers(), Blocks(), Mxfp4()
+NUMBERS = Numbers()
 
 
 def numbers(values: Tensor, name: str = "") -> Weight:
     """Wrap an unquantized tensor as a weight."""
     return Weight(NUMBERS, values, name=name)
+
+
+def pack_for_gpu(weights: Sequence[Weight], device: torch.device) -> Weight:
+    """Concatenate the rows of quantized weights of one kind, in the format that the GPU kernels read."""
+    return weights[0].format.pack_for_gpu(weights, device)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.executor.code_types import CODE_TYPES
-from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS, Ggml, Weight
+from penstock.executor.kernels.stored_formats import BLOCK, Ggml
+from penstock.executor.kernels.weight import EIGHT_BITS, Weight
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 

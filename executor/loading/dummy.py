@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.weight import BLOCK, EIGHT_BITS
+from penstock.executor.kernels.stored_formats import BLOCK
+from penstock.executor.kernels.weight import EIGHT_BITS
 from penstock.executor.loading.quantization import SUFFIX
 
 # Not embeddings, heads, norms, routers, and the few rows of the gates of recurrent layers.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.executor.gguf_header import GgufFile, open_gguf
-from penstock.executor.kernels.weight import CPU, Ggml, Weight
+from penstock.executor.kernels.stored_formats import Ggml
+from penstock.executor.kernels.weight import CPU, Weight
 from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of
 from penstock.executor.moe_spec import PROJECTIONS
 from penstock.executor.protocol import ExecutorError

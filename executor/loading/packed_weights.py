@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.weight import EIGHT_BITS, Groups, Shuffled, Weight, group_of
+from penstock.executor.kernels.stored_formats import Groups, Shuffled, group_of
+from penstock.executor.kernels.weight import EIGHT_BITS, Weight
 from penstock.executor.loading.quantization import Scheme
 from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.protocol import ExecutorError

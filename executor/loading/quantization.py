@@ -8,7 +8,7 @@ are ignored. The config's quantization of inputs is not applied, which makes the
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from penstock.executor.kernels.weight import BLOCK
+from penstock.executor.kernels.stored_formats import BLOCK
 from penstock.executor.loading.fields import Fields, read_json
 
 GROUPS = (32, 64, 128, -1)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.executor.kernels.weight import Ggml, Groups, Shuffled, Weight
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
 
@@ -111,12 +111,8 @@ def _parts(stored: Stored) -> tuple[str, list[memoryview]]:
     """Return a tensor's storage format as text, and the bytes of its parts."""
     if isinstance(stored, Tensor):
         return str(stored.dtype), [_bytes(stored)]
-    if isinstance(stored.format, Shuffled):
-        parts = [*stored.tensors(), stored.format.group_of_input]
-        return f"shuffled groups of {stored.format.bits}", [_bytes(tensor) for tensor in parts]
-    assert isinstance(stored.format, Groups | Ggml)
-    kind = f"groups of {stored.format.bits}" if isinstance(stored.format, Groups) else stored.format.type.name
-    return kind, [_bytes(tensor) for tensor in stored.tensors()]
+    name, tensors = stored.format.fingerprint_parts(stored)
+    return name, [_bytes(tensor) for tensor in tensors]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -19,7 +19,8 @@ from penstock.executor.batch import AdaptedRows
 from penstock.executor.kernels import Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, make_linear
-from penstock.executor.kernels.weight import BLOCK, Blocks, Numbers, Weight, stack, stack_tensors
+from penstock.executor.kernels.stored_formats import BLOCK
+from penstock.executor.kernels.weight import Weight, stack, stack_tensors
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -202,7 +203,7 @@ def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
         return []
     gate_up, whole = shared.gate_up.weights[0], shared.down.weights[0]
     num, rest = divmod(whole.shape[1], expert.down.weights[0].shape[1])
-    if rest or not isinstance(whole.format, Numbers | Blocks):
+    if rest or whole.format.is_packed:
         return []
     size = whole.shape[1] // num
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import KeptCodes, Linear, LinearMaker
-from penstock.executor.kernels.weight import BLOCKS, CPU, EIGHT_BITS, Weight, numbers
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import CPU, EIGHT_BITS, Weight, numbers
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.quantization import SUFFIX, scales_shape

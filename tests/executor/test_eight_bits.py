@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from penstock.executor.kernels import FusedExperts
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
-from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight, numbers
 from penstock.executor.protocol import Step, Transfers
 from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.executor.code_types import has_vectors
-from penstock.executor.kernels.cpu_product import CpuProduct, code_type
+from penstock.executor.kernels.cpu_product import CpuProduct
 from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
-from penstock.executor.kernels.weight import BLOCKS, Groups, Shuffled, Weight, group_of
+from penstock.executor.kernels.stored_formats import BLOCKS, Groups, Shuffled, group_of
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.models.weights import Matrix, Weights
@@ -116,11 +117,12 @@ def test_codes_in_panels_of_a_cpu_stand_for_the_same_numbers() -> None:
     for name in ("awq-32", "awq-all", "gptq-8", "packed", "packed-8-zeros", "packed-8", "bytes-zeros"):
         checkpoint = open_checkpoint(folders(name)[0])
         part = checkpoint.read("model.layers.0.mlp.up_proj.weight")
-        assert isinstance(part, Weight) and code_type(part) is not None
+        assert isinstance(part, Weight) and part.format.codes_for_cpu(part) is not None
         made = CpuProduct([part], torch.float32).rows(torch.arange(part.shape[0]))
         assert torch.equal(made, part.dequantize(CPU, torch.float32))
     assert isinstance(part, Weight) and part.scales is not None
-    assert code_type(part._replace(scales=part.scales.float() + 1e-6)) is None, "in 16 bits scales would be others"
+    wider = part._replace(scales=part.scales.float() + 1e-6)
+    assert wider.format.codes_for_cpu(wider) is None, "in 16 bits scales would be others"
 
 
 @needs_codes

@@ -18,8 +18,10 @@ from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps
+from penstock.executor.kernels.gpu_formats import MXFP4, Packed
 from penstock.executor.kernels.state import StateLayout
-from penstock.executor.kernels.weight import BLOCKS, MXFP4, Packed, Weight, numbers
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight, numbers
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.recurrent import Layer, States, batch_of
 

@@ -8,7 +8,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.executor.code_types import CODE_TYPES
-from penstock.executor.kernels.weight import Ggml, Weight
+from penstock.executor.kernels.stored_formats import Ggml
+from penstock.executor.kernels.weight import Weight
 
 FILE_TYPES = [kind for kind in CODE_TYPES if not kind.startswith("G")]  # the others are made of other formats
 HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}

@@ -17,7 +17,8 @@ from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.routing import load_slots, sort_entries
 from penstock.executor.kernels.cuda.tiles import expert_tile
 from penstock.executor.kernels.eight_bits import are_quantized, make_quantized
-from penstock.executor.kernels.weight import BLOCKS, Mxfp4, Packed, Weight
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight
 
 SUM_BLOCK = tl.constexpr(512)  # columns per program of the weighted sum
 
@@ -43,7 +44,7 @@ def fused_experts(
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
-    is_coded = any(isinstance(weight.format, (Packed, Mxfp4)) for weight in (gate_up, down))
+    is_coded = gate_up.format.is_packed or down.format.is_packed
     tile = expert_tile(entries, num_slots, x[0].element_size(), is_coded, is_fixed)
     order = sort_entries(slots, num_slots, first, tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)

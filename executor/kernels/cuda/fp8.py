@@ -12,7 +12,7 @@ from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import GROUP, activate, launch_norm, quantize_groups
 from penstock.executor.kernels.eight_bits import make_quantized
-from penstock.executor.kernels.weight import BLOCK
+from penstock.executor.kernels.stored_formats import BLOCK
 
 GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
 

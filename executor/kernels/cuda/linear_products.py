@@ -24,7 +24,8 @@ from penstock.executor.kernels.cuda.tiles import (
     fixed_tile,
 )
 from penstock.executor.kernels.eight_bits import pad_rows
-from penstock.executor.kernels.weight import BLOCK, BLOCKS, Weight
+from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
+from penstock.executor.kernels.weight import Weight
 
 MAX_OWN_TOKENS = 256
 JOIN_BLOCK = tl.constexpr(1024)

@@ -29,7 +29,9 @@ from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries
 from penstock.executor.kernels.cuda.rows import gated, quantize_groups
 from penstock.executor.kernels.cuda.tiles import Tile, depth_step
-from penstock.executor.kernels.weight import BLOCK, BLOCKS, MXFP4, MXFP4_BLOCK, Packed, Weight
+from penstock.executor.kernels.gpu_formats import MXFP4, MXFP4_BLOCK, Packed
+from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
+from penstock.executor.kernels.weight import Weight
 
 Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they are FP8
 GROUP, MX_BLOCK = tl.constexpr(BLOCK), tl.constexpr(MXFP4_BLOCK)

@@ -13,7 +13,7 @@ from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
 from penstock.executor.kernels.eight_bits import FP8_MAX, TINY
-from penstock.executor.kernels.weight import BLOCK
+from penstock.executor.kernels.stored_formats import BLOCK
 
 NORM_BLOCK = 1024  # minimum number of elements per program
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)

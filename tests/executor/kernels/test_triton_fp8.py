@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from penstock.executor.kernels import Narrow, Quantized, eight_bits
 from penstock.executor.kernels.cuda import fp8, linear_products, tiles
-from penstock.executor.kernels.weight import BLOCKS, Weight
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight
 from tests.support import cards
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random

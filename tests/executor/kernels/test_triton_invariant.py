@@ -19,9 +19,9 @@ from penstock.executor.kernels import NO_EXTRAS, Narrow, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
-from penstock.executor.kernels.linear import pack
 from penstock.executor.kernels.select import select_ops
-from penstock.executor.kernels.weight import BLOCKS, Weight, numbers
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight, numbers, pack_for_gpu
 from penstock.executor.protocol import ExecutorError, Sampling
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
 from tests.executor.kernels.test_triton_moe import case as experts_case
@@ -169,7 +169,7 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 @pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize("kind", [*KINDS[:2], KINDS[5]])
 def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None]) -> None:
-    weight = moved(pack([grouped(72, 384, kind)], CPU), device)
+    weight = moved(pack_for_gpu([grouped(72, 384, kind)], CPU), device)
     x = random(150, 384, dtype=torch.bfloat16).to(device)
     alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
 

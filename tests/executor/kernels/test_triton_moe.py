@@ -10,8 +10,8 @@ from penstock.executor.kernels.cuda import expert_products as moe
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.eight_bits import are_quantized, pad_scales
-from penstock.executor.kernels.linear import pack
-from penstock.executor.kernels.weight import BLOCKS, Weight, numbers, stack
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight, numbers, pack_for_gpu, stack
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_packed import KINDS, as_int4, grouped, moved
@@ -105,7 +105,7 @@ def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]
     else:
         kind = cast(Kind, row.format)
         up, narrow = (
-            stack([pack([grouped(*shape, kind, seed)], CPU) for seed in range(len(down))]) for shape in shapes
+            stack([pack_for_gpu([grouped(*shape, kind, seed)], CPU) for seed in range(len(down))]) for shape in shapes
         )
     return up, narrow
 

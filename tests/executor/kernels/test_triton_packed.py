@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from penstock.executor.kernels.cuda import linear_products
-from penstock.executor.kernels.linear import Linear, half_of, pack
-from penstock.executor.kernels.weight import MXFP4, Groups, Weight, as_groups, group_of
+from penstock.executor.kernels.gpu_formats import MXFP4
+from penstock.executor.kernels.linear import Linear
+from penstock.executor.kernels.stored_formats import Groups, as_groups, group_of, half_of
+from penstock.executor.kernels.weight import Weight, pack_for_gpu
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
@@ -60,7 +62,7 @@ def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
 def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None]) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
     expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
-    packed = pack(parts, CPU)
+    packed = pack_for_gpu(parts, CPU)
     assert torch.equal(twin.widen(packed), expected)
     assert packed.shape == (64, 384)
     rows = torch.tensor([3, 63, 3])
@@ -70,7 +72,7 @@ def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None]
 @matrix("kind, rows", KINDS, (1, 20), hardest=[(KINDS[1], 1), (KINDS[3], 20), (KINDS[7], 20)])
 def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None], rows: int) -> None:
     """200 columns: the last tile has few."""
-    weight, x = pack([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
+    weight, x = pack_for_gpu([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
     actual = linear_products.linear(x.to(device), moved(weight, device))
     close(actual, torch_ops.linear(x.double(), weight))
 
@@ -89,7 +91,7 @@ def test_the_depth_may_be_cut(
 ) -> None:
     """Three steps: of four parts the last has none. Rows lie in a wider tensor."""
     monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
-    weight, x = pack([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
+    weight, x = pack_for_gpu([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
     bias = random(64, dtype=dtype, seed=7)
     actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
     close(actual, x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double())

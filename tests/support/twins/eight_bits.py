@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized
-from penstock.executor.kernels.weight import BLOCK
+from penstock.executor.kernels.stored_formats import BLOCK
 from tests.support.eight_bits import dequantize
 from tests.support.twins import torch_ops
 

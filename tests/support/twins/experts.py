@@ -6,7 +6,8 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.eight_bits import are_quantized
-from penstock.executor.kernels.weight import BLOCKS, Weight
+from penstock.executor.kernels.stored_formats import BLOCKS
+from penstock.executor.kernels.weight import Weight
 from tests.support.eight_bits import dequantize
 from tests.support.twins import grouped, torch_ops
 from tests.support.twins.eight_bits import quantize, widen_rows

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.weight import MXFP4, Weight
+from penstock.executor.kernels.gpu_formats import MXFP4
+from penstock.executor.kernels.weight import Weight
 
 
 def widen(weight: Weight) -> Tensor:
