@@ -36,7 +36,7 @@ FILE = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w/.]+\.\w+)")
 BARE_FILE = re.compile(r"`([\w-]+\.(?:py|c|h|js|json|md))`")
 CLASS = re.compile(r"(?<![…\w])[A-Z][a-z\d]+[A-Z]\w*")
 # Of models on the hub, of other programs, and of a commit that is named with it.
-FOREIGN_FILES = {"config.json", "generation_config.json", "quantize_config.json", "bench_gguf.py"}
+FOREIGN_FILES = {"config.json", "generation_config.json", "quantize_config.json"}
 FOREIGN_CLASSES = {"AuthenticationError"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
