@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr(args.log_level)
     files = resolve_model(model, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
-    recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
-    server = server_config(args, files.name, recommended)
+    server = server_config(args, files.name, {})
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
@@ -104,6 +103,9 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             _say(f"Starting {files.name}")
             engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            if args.generation_config == "auto":
+                recommended = await asyncio.to_thread(recommended_sampling, files)
+                server = server_config(args, files.name, recommended)
             template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
             # Import the HTTP server, which takes long, while the model is loaded.
             lifetime = await asyncio.to_thread(import_module, "penstock.engine.server.lifetime")
