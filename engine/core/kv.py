@@ -13,6 +13,7 @@ the next token attends to, and the state a checkpoint at exactly this position.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 
 import msgspec
@@ -23,7 +24,19 @@ from penstock.engine.core.page_keys import NEVER, PageKeys, Prefix
 from penstock.engine.core.request import Claim, Request
 from penstock.engine.core.tiers import NoTiers, Tiers
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import GroupInfo, Row, Transfers
+from penstock.executor.protocol import GroupInfo, ModelInfo, Row, Transfers
+
+
+def open_kv(
+    pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
+) -> "Kv":
+    """Return the pages over an empty pool, with tiers if the executor has host blocks. `chunk` is the maximum number of
+    positions in a row."""
+    history = CacheHistory(info, clock)
+    pool.on_evict = partial(history.note_eviction, "device")
+    keys = PageKeys(info.groups, info.block_size, makes_keys)
+    tiers = Tiers(pool, keys, history, info, chunk, clock) if info.num_host_blocks else NoTiers(pool)
+    return Kv(pool, keys, history, tiers, info.groups, chunk, stats)
 
 
 class Kv:

@@ -11,7 +11,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,13 +19,11 @@ import msgspec
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
 from penstock.engine.core.grammars import GrammarState
-from penstock.engine.core.kv import Kv
-from penstock.engine.core.page_keys import NEVER, PageKeys
+from penstock.engine.core.kv import open_kv
+from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
-from penstock.engine.core.tiers import NoTiers, Tiers
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
@@ -65,13 +62,8 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
-        history = CacheHistory(info, clock)
-        self.pool.on_evict = partial(history.note_eviction, "device")
-        keys = PageKeys(info.groups, info.block_size, config.enable_prefix_caching)
-        self.tiers: Tiers | NoTiers = NoTiers(self.pool)
-        if info.num_host_blocks:
-            self.tiers = Tiers(self.pool, keys, history, info, self._step_tokens, clock)
-        self.kv = Kv(self.pool, keys, history, self.tiers, info.groups, self._step_tokens, self._stats)
+        self.kv = open_kv(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
+        self.tiers = self.kv.tiers
         drafts = config.speculative_config
         self._drafter = NoDrafter()
         if drafts is not None:
