@@ -14,7 +14,7 @@ from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.load import LoadedModel
 from penstock.executor.protocol import ModelInfo
 from penstock.executor.ranks.rank_settings import RankSettings
-from penstock.executor.ranks.runner_factory import RunnerFactory, RunnerParts
+from penstock.executor.ranks.runner_factory import RunnerFactory
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.tiers.open_tiers import RankTiers
 
@@ -32,7 +32,6 @@ class Rank:
     kv: torch.Tensor  # [blocks, layers of a block, parts, block size, width]
     tiers: RankTiers
     runner_factory: RunnerFactory
-    runner_parts: RunnerParts
     open_runner: ModelRunner | None  # None while the rank sleeps
 
     @property
@@ -48,11 +47,10 @@ class Rank:
     def replace_runner(self) -> None:
         """Open a runner over the current weights and blocks; `capture_graphs` then captures its graphs."""
         self.close_runner()  # frees its memory before another runner takes as much
-        max_model_len = self.info.max_model_len
-        self.open_runner = self.runner_factory.open(self.loaded, self.kv, max_model_len, self.runner_parts)
+        self.open_runner = self.runner_factory.open(self.loaded, self.kv, self.info.max_model_len)
 
     def capture_graphs(self) -> None:
-        self.runner_factory.capture(self.runner, self.runner_parts)
+        self.runner_factory.capture(self.runner)
 
     def close_runner(self) -> None:
         if self.open_runner is not None:

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.ranks.rank import Rank, block_bytes_of
 from penstock.executor.ranks.rank_settings import RankSettings
-from penstock.executor.ranks.runner_factory import RunnerFactory, RunnerParts
+from penstock.executor.ranks.runner_factory import RunnerFactory
 from penstock.executor.step.memory import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
@@ -67,7 +68,7 @@ class RankBuilder:
 
     def build(self) -> Rank:
         settings, loaded, meter = self._settings, self._loaded, self._settings.meter
-        graph_rows = self._runners.graph_rows(loaded)
+        graph_rows = self._runners.choose_graph_rows(loaded)
         gpu_use = None if meter is None else self._warm_up(graph_rows, meter)
         kv_plan = self._plan_kv(gpu_use)
         kv = self._runners.allocate(loaded, kv_plan.num_blocks)
@@ -76,15 +77,20 @@ class RankBuilder:
             settings.config, self._block_bytes, page_content, partial(_open_copier, kv), settings.group.rank
         )
         try:
-            reserved_bytes = 0 if gpu_use is None else gpu_use.graphs
-            parts = RunnerParts(tiers.transfers, self._open_rebalancer(), graph_rows, reserved_bytes)
-            runner = self._runners.open(loaded, kv, kv_plan.max_model_len, parts)
-            graph_bytes = self._runners.capture(runner, parts)
+            runners = replace(
+                self._runners,
+                transfers=tiers.transfers,
+                rebalancer=self._open_rebalancer(),
+                graph_rows=graph_rows,
+                graph_bytes=0 if gpu_use is None else gpu_use.graphs,
+            )
+            runner = runners.open(loaded, kv, kv_plan.max_model_len)
+            graph_bytes = runners.capture(runner)
         except BaseException:
             tiers.close()
             raise
         info = self._describe(kv_plan, tiers, gpu_use, graph_bytes)
-        return Rank(settings, info, loaded, kv, tiers, self._runners, parts, runner)
+        return Rank(settings, info, loaded, kv, tiers, runners, runner)
 
     def _plan_kv(self, gpu_use: GpuUse | None) -> KvPlan:
         settings, longest, groups = self._settings, self._loaded.num_positions, self._layout.groups

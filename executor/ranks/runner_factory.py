@@ -3,7 +3,7 @@ of the weights."""
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -21,35 +21,29 @@ from penstock.executor.step.runner import ModelRunner
 from penstock.executor.tiers.transfers import RankTransfers
 
 
-class RunnerParts(NamedTuple):
-    """The parts of the runner that serves requests; the runner of the warm-up has none of them."""
+@dataclass(frozen=True)
+class RunnerFactory:
+    """Allocates KV blocks for models of one cache layout, opens runners over them, and captures their graphs. Holds
+    neither weights nor blocks, so that both are freed when the rank drops them."""
 
+    settings: RankSettings
+    layout: CacheLayout
+    # Of the runner that serves requests; the runner of the warm-up has none of them.
     transfers: RankTransfers | None = None
     rebalancer: Rebalancer | None = None
     graph_rows: Sequence[int] = ()  # the numbers of rows to capture graphs for
     graph_bytes: int = 0  # the memory set aside for the graphs
 
-
-NO_PARTS = RunnerParts()
-
-
-class RunnerFactory:
-    """Allocates KV blocks for models of one cache layout, opens runners over them, and captures their graphs. Holds
-    neither weights nor blocks, so that both are freed when the rank drops them."""
-
-    def __init__(self, settings: RankSettings, layout: CacheLayout) -> None:
-        self._settings, self._layout = settings, layout
-
     def allocate(self, loaded: LoadedModel, num_blocks: int) -> torch.Tensor:
-        model, size, device = loaded.model, self._settings.config.block_size, self._settings.device
-        depth = self._layout.depth
+        model, size, device = loaded.model, self.settings.config.block_size, self.settings.device
+        depth = self.layout.depth
         return allocate_kv(num_blocks, depth, model.kv_parts, size, model.kv_width, loaded.kv_dtype, device)
 
-    def graph_rows(self, loaded: LoadedModel) -> tuple[int, ...]:
+    def choose_graph_rows(self, loaded: LoadedModel) -> tuple[int, ...]:
         """Return the numbers of rows to capture graphs for; none if an operation synchronizes with the device, which
         cannot be captured."""
-        config = self._settings.config
-        if config.enforce_eager or select_sampling_ops(self._settings.device) is None:
+        config = self.settings.config
+        if config.enforce_eager or select_sampling_ops(self.settings.device) is None:
             return ()
         if not all(experts.is_fused for experts in loaded.model.experts):
             return ()
@@ -58,40 +52,38 @@ class RunnerFactory:
     def graph_tokens(self, loaded: LoadedModel) -> tuple[int, ...]:
         """Return the numbers of tokens to capture prefill steps for; none if a layer plans on the host, with
         batch_invariant, or with enable_eplb, which would count padding as load."""
-        model, config = loaded.model, self._settings.config
+        model, config = loaded.model, self.settings.config
         if model.kv_parts == 1 or model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
             return ()
         return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= config.max_num_batched_tokens)
 
-    def open(
-        self, loaded: LoadedModel, kv: torch.Tensor, max_model_len: int, parts: RunnerParts = NO_PARTS
-    ) -> ModelRunner:
+    def open(self, loaded: LoadedModel, kv: torch.Tensor, max_model_len: int) -> ModelRunner:
         """Open a runner over the blocks `kv` with its own slots and sampler; `capture` then captures its graphs."""
-        config, group, device = self._settings.config, self._settings.group, self._settings.device
+        config, group, device = self.settings.config, self.settings.group, self.settings.device
         model, adapters, ops = loaded.model, loaded.adapters, select_sampling_ops(device)
         sampler = Sampler(loaded.spec.vocab_size, config.max_num_seqs, device, ops) if group.is_first else None
-        inputs = open_inputs(config, max_model_len, device, self._layout)
-        pages, graphs = layer_pages(kv, self._layout), None
-        if rows := parts.graph_rows:
+        inputs = open_inputs(config, max_model_len, device, self.layout)
+        pages, graphs = layer_pages(kv, self.layout), None
+        if rows := self.graph_rows:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             tokens = self.graph_tokens(loaded)
             graphs = StepGraphs(inputs, model, pages, ops, rows, tokens, CudaGraphs, group, adapters)
-        transfers, rebalancer = parts.transfers, parts.rebalancer
+        transfers, rebalancer = self.transfers, self.rebalancer
         return ModelRunner(model, pages, sampler, inputs, device, group, transfers, rebalancer, graphs, adapters)
 
-    def capture(self, runner: ModelRunner, parts: RunnerParts) -> int:
+    def capture(self, runner: ModelRunner) -> int:
         """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""
-        if not parts.graph_rows:
+        if not self.graph_rows:
             return 0
-        started_s, meter, progress = time.monotonic(), self._settings.meter, self._settings.progress
+        started_s, meter, progress = time.monotonic(), self.settings.meter, self.settings.progress
         assert meter is not None
         before = meter.reserved()
         runner.capture_graphs(progress)
         num_bytes = meter.reserved() - before
         progress(f"Graphs captured in {time.monotonic() - started_s:.1f} s; they take {num_bytes / 2**20:,.0f} MiB")
-        if num_bytes > parts.graph_bytes:
+        if num_bytes > self.graph_bytes:
             progress(
-                f"That is more than the {parts.graph_bytes / 2**20:,.0f} MiB set aside for them: where memory runs short, "
+                f"That is more than the {self.graph_bytes / 2**20:,.0f} MiB set aside for them: where memory runs short, "
                 "lower gpu_memory_utilization or max_num_seqs"
             )
         return num_bytes

@@ -189,7 +189,7 @@ def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: py
     pretend_a_gpu(monkeypatch, Recorder)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
-        assert (UniprocExecutor(config)._rank.runner_parts.graph_bytes == GRAPHS_BYTES) == (not enforce_eager)
+        assert (UniprocExecutor(config)._rank.runner_factory.graph_bytes == GRAPHS_BYTES) == (not enforce_eager)
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
