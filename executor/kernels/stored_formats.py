@@ -84,12 +84,10 @@ class Groups(Format):
         return start // unit * unit, min(-(-end // unit) * unit, columns)
 
     def cut(self, weight: Weight, dim: int, start: int, size: int) -> Weight:
+        if dim == 0:
+            return weight.like(tensor.narrow(0, start, size) for tensor in weight.tensors())
         whole, zeros = group_of(weight), weight.zeros
         assert weight.scales is not None
-        if dim == 0:
-            scales = weight.scales.narrow(0, start, size)
-            zeros = None if zeros is None else zeros.narrow(0, start, size)
-            return weight._replace(codes=weight.codes.narrow(0, start, size), scales=scales, zeros=zeros)
         codes = weight.codes.narrow(1, start, size)
         if whole == weight.shape[1]:
             return weight._replace(codes=codes)
@@ -187,10 +185,10 @@ class Shuffled(Format):
         return weight.like(tensor.narrow(0, start, size) for tensor in weight.tensors())
 
     def rows(self, weight: Weight, first: int, end: int, device: torch.device) -> Tensor:
-        by = self.group_of_input
-        codes, scales, zeros = (None if part is None else part[first:end] for part in weight[1:4])
+        by = self.group_of_input.to(device)
+        codes, scales, zeros = (None if part is None else part[first:end].to(device) for part in weight[1:4])
         assert codes is not None and scales is not None
-        return scaled(codes, scales[:, by], None if zeros is None else zeros[:, by], self.bits).to(device)
+        return scaled(codes, scales[:, by], None if zeros is None else zeros[:, by], self.bits)
 
     def fingerprint_parts(self, weight: Weight) -> tuple[str, list[Tensor]]:
         return f"shuffled groups of {self.bits}", [*weight.tensors(), self.group_of_input]
