@@ -82,12 +82,14 @@ class RankGroup:
     def _meet_every_rank(self) -> None:
         """Exchange a number with every other rank. NCCL connects two ranks at their first transfer and may wait for an
         idle device, which would be a deadlock beside graphs whose collectives wait for the other rank."""
-        for pair in combinations(range(self.world), 2):
-            if self.rank in pair:
-                (peer,) = {*pair} - {self.rank}
-                number = torch.zeros(1, device=self.device)
-                for exchange in (self.send, self.receive)[:: 1 if self.rank < peer else -1]:
-                    exchange(number, peer, CONNECT_TIMEOUT_S)
+        number = torch.zeros(1, device=self.device)
+        for low, high in combinations(range(self.world), 2):
+            if self.rank == low:
+                self.send(number, high, CONNECT_TIMEOUT_S)
+                self.receive(number, high, CONNECT_TIMEOUT_S)
+            elif self.rank == high:
+                self.receive(number, low, CONNECT_TIMEOUT_S)
+                self.send(number, low, CONNECT_TIMEOUT_S)
 
     @property
     def is_first(self) -> bool:
