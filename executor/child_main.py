@@ -25,8 +25,8 @@ def main() -> int:
 
 
 def tie(fd: int, parent: int | None) -> None:
-    """End this process when the parent's end of the channel `fd` closes, or when `parent` dies (None: the kernel must not
-    watch the thread that started this process, because it may end before its process)."""
+    """End this process when the parent's end of the channel `fd` closes, and when `parent` dies. With None the kernel does
+    not watch the parent: it would watch only the thread that started this process, which may end earlier."""
     if parent is not None:
         die_with(parent)
     threading.Thread(target=_leave_with, args=(fd,), daemon=True).start()

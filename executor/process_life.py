@@ -2,8 +2,8 @@
 
 `start_child` runs one of our modules as a child (executor/child_main.py); the module's main function calls `begin`. A
 socket pair, the channel, connects the two: it carries the start message and the heartbeats, and its closing tells one
-end that the other process has ended. A child ignores SIGTERM and SIGINT, because only its parent ends it. `stop_signals` and `Stopping` are for
-the process that a user starts.
+end that the other process has ended. A child ignores SIGTERM and SIGINT, because only its parent ends it.
+`stop_signals` and `Stopping` are for the process that a user starts.
 
 `python -m penstock.executor.process_life PARENT COMMAND…` executes COMMAND, tied to process PARENT. It serves callers
 with many threads, where no Python code may run between fork and exec.

@@ -125,9 +125,8 @@ class RankBuilder:
             return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
 
         is_measured, utilization = config.kv_cache_bytes is None, config.gpu_memory_utilization
-        longest = self._plan_kv(
-            wait_for_release(measure, utilization, progress) if is_measured else measure()
-        ).max_model_len
+        before = wait_for_release(measure, utilization, progress) if is_measured else measure()
+        longest = self._plan_kv(before).max_model_len
         progress("Warming up: compiling kernels that this machine has not compiled before")
         adapter = None if loaded.adapters is None else loaded.adapters.load_zeros()
         purpose = f"a step of {config.max_num_batched_tokens} tokens"

@@ -96,8 +96,10 @@ class CudaMeter:
 
 def check_kv_bytes(num_bytes: int | None, meter: CudaMeter | None) -> None:
     """Raise ExecutorError for a size of the KV cache that exceeds the free memory; called before the weights are read."""
+    if num_bytes is None:
+        return
     free, where = (available_memory(), "of memory") if meter is None else (meter.device()[0], "of the GPU's memory")
-    if num_bytes is not None and num_bytes > free:
+    if num_bytes > free:
         raise ExecutorError(
             f"kv_cache_bytes: {num_bytes} given; {free} bytes {where} are free, before the weights are loaded"
         )
@@ -116,16 +118,16 @@ class GpuUse:
     total: int
 
     @property
-    def _still(self) -> int:
+    def _not_yet_allocated(self) -> int:
         return self.activations + self.requests + self.graphs
 
     def share(self, utilization: float) -> int:
         """Return the bytes for the KV cache if no other process were on the device."""
-        return max(0, int(utilization * self.total) - self.allocated - self.context - self._still)
+        return max(0, int(utilization * self.total) - self.allocated - self.context - self._not_yet_allocated)
 
     def left(self, utilization: float) -> int:
         """Return the bytes left for the KV cache if the process may use this share of the device."""
-        return max(0, min(self.share(utilization), self.free - self._still))
+        return max(0, min(self.share(utilization), self.free - self._not_yet_allocated))
 
     def shortage(self, utilization: float) -> str:
         """Return a warning if other processes take more than a tenth of the KV cache's memory, else an empty text."""
