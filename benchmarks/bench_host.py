@@ -63,7 +63,7 @@ class NoModel:
     experts: tuple[()] = ()
 
     def forward(self, batch: Any, pages: None) -> torch.Tensor:
-        return torch.zeros(len(batch.tokens) if batch.wanted is None else len(batch.wanted), 1)
+        return torch.zeros(len(batch.tokens) if batch.output_indices is None else len(batch.output_indices), 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), VOCAB_SIZE)

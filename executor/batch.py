@@ -61,7 +61,7 @@ class ForwardBatch:
     query_starts: torch.Tensor  # [R + 1] int32: row r's tokens are query_starts[r] … query_starts[r + 1] - 1
     context_lens: torch.Tensor  # [R] int32: number of positions the row's last token attends to, itself included
     block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
-    wanted: torch.Tensor | None  # [W] int64: tokens whose hidden states are returned; None means all T
+    output_indices: torch.Tensor | None  # [W] int64: tokens whose hidden states are returned; None means all T
     num_single_rows: int  # number of rows with one token; these come first
     query_lens: tuple[int, ...]  # token counts of the remaining rows, ascending
     query_contexts: tuple[int, ...]  # context_lens of the remaining rows
@@ -71,7 +71,7 @@ class ForwardBatch:
     group_of: tuple[int, ...] = ()  # each layer's group; (): all layers are in the first group
     states: StateBatch | None = None
     adapters: AdaptedRows | None = None  # None: no row has an adapter
-    wanted_adapters: AdaptedRows | None = None  # `adapters` of only the tokens in `wanted`, where that is not None
+    output_adapters: AdaptedRows | None = None  # `adapters` of only the `output_indices`, where these are not None
     chains: Chains | None = None  # None: the step has no draft tokens, or the model no recurrent states
     # Set only for a CUDA graph of steps with prompts, where only the device knows the rows. [R] int32: the context of
     # each single-token row, 0 for every other row. The first entry of `query_lens` is then the number of all tokens,

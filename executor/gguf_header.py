@@ -37,13 +37,13 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # name length, dims, one dim, type, offse
 
 class GgufHeader:
     """The metadata, and a cursor that ends up at the tensor descriptions after it. Raises ExecutorError if the file is
-    not valid little-endian GGUF 2 or 3; `what` names the part being read, for the error message.
+    not valid little-endian GGUF 2 or 3; `part` names the part being read, for the error message.
 
     `data` is a copy-on-write mapping, private to this process, and lives as long as a view of it.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.at, self.what = Path(path), 0, "header"
+        self.path, self.at, self.part = Path(path), 0, "header"
         try:
             with open_regular(self.path) as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -60,11 +60,11 @@ class GgufHeader:
         num_keys = self.count("key count", self.u64(), _MIN_KEY_BYTES, MAX_KEYS)
         self.metadata: dict[str, Any] = {}
         for index in range(num_keys):
-            self.what = f"key {index}"
+            self.part = f"key {index}"
             key = self.string(MAX_NAME_BYTES)
             if key in self.metadata:
                 self.fail(f"{key!r} appears twice")
-            self.what = f"key {key[:80]!r}"
+            self.part = f"key {key[:80]!r}"
             self.metadata[key] = self.value(self.u32())
 
     def value(self, kind: int) -> Any:
@@ -123,15 +123,15 @@ class GgufHeader:
         self.at = start + size
         return start
 
-    def count(self, what: str, value: int, min_bytes: int, limit: int) -> int:
+    def count(self, label: str, value: int, min_bytes: int, limit: int) -> int:
         """Check an item count against the remaining bytes (at least `min_bytes` per item) before any allocation."""
         limit = min(limit, (self.end - self.at) // min_bytes)
         if value > limit:
-            self.fail(f"{what} {value}; at most {limit} are possible here")
+            self.fail(f"{label} {value}; at most {limit} are possible here")
         return value
 
     def fail(self, message: str) -> NoReturn:
-        raise ExecutorError(f"{self.path}: {self.what}: {message}")
+        raise ExecutorError(f"{self.path}: {self.part}: {message}")
 
 
 # GGML type number → format, for the types that can be read.
@@ -170,9 +170,9 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 def _tensor_info(header: GgufHeader, index: int) -> tuple[str, tuple[int, ...], int, int]:
     """Return (name, shape, type number, offset in the data section) as stored in the file, unchecked."""
-    header.what = f"tensor {index}"
+    header.part = f"tensor {index}"
     name = header.string(MAX_NAME_BYTES)
-    header.what = f"tensor {name[:80]!r}"
+    header.part = f"tensor {name[:80]!r}"
     num_dims = header.u32()
     if not 1 <= num_dims <= MAX_DIMS:
         header.fail(f"{num_dims} dimensions; 1 to {MAX_DIMS} are allowed")
@@ -187,7 +187,7 @@ def _placed(
     start = -(-header.at // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
     for name, shape, type_id, offset in infos:
-        header.what = f"tensor {name[:80]!r}"
+        header.part = f"tensor {name[:80]!r}"
         if name in tensors:
             header.fail("appears twice")
         kind = TENSOR_TYPES.get(type_id)
@@ -207,7 +207,7 @@ def _placed(
 
 def _alignment(header: GgufHeader) -> int:
     value = header.metadata.get("general.alignment", 32)
-    header.what = "key 'general.alignment'"
+    header.part = "key 'general.alignment'"
     if not isinstance(value, int) or not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
         header.fail(f"{value!r}; a power of two from 8 to {MAX_ALIGNMENT} is expected")
     return value

@@ -57,10 +57,10 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Pat
 def _quota(group: Path, version: int) -> float | None:
     """Return a group's quota in cores."""
     if version == 2:
-        numbers = _numbers(group / "cpu.max")  # "max 100000", or "200000 100000"
+        values = _integers(group / "cpu.max")  # "max 100000", or "200000 100000"
     else:
-        numbers = _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")  # -1: no quota
-    return numbers[0] / numbers[1] if len(numbers) == 2 and numbers[0] > 0 else None
+        values = _integers(group / "cpu.cfs_quota_us") + _integers(group / "cpu.cfs_period_us")  # -1: no quota
+    return values[0] / values[1] if len(values) == 2 and values[0] > 0 else None
 
 
 def _memory_left(group: Path, version: int) -> int | None:
@@ -68,15 +68,15 @@ def _memory_left(group: Path, version: int) -> int | None:
     limit, current = (
         ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     )
-    numbers = _numbers(group / limit) + _numbers(group / current)
-    if len(numbers) < 2:
+    values = _integers(group / limit) + _integers(group / current)
+    if len(values) < 2:
         return None
     # The page cache counts as used but is reclaimable: a model just read from disk does not make the group full.
     stat, prefix = _table(group / "memory.stat"), "" if version == 2 else "total_"
-    return numbers[0] - numbers[1] + stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
+    return values[0] - values[1] + stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
 
 
-def _numbers(path: Path) -> list[int]:
+def _integers(path: Path) -> list[int]:
     """Return the numbers in a file; none if it is absent or says "max"."""
     try:
         return [int(word) for word in path.read_text().split()]

@@ -33,9 +33,9 @@ class Connections(Protocol):
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def allgather(
-        self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /
+        self, out: list[list[torch.Tensor]], parts: list[torch.Tensor], options: Any, /
     ) -> dist.Work | None: ...
-    def gather(self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def gather(self, out: list[list[torch.Tensor]], parts: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def broadcast(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
@@ -47,10 +47,10 @@ def share(units: int, rank: int, world: int) -> tuple[int, int]:
     return first, max(first + 1, (rank + 1) * units // world)
 
 
-def divide(count: int, world: int, what: str) -> int:
+def divide(count: int, world: int, unit_name: str) -> int:
     """Return a rank's number of heads or channels; raise ExecutorError unless all ranks have equally many."""
     if count % world:
-        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {count} {what}")
+        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {count} {unit_name}")
     return count // world
 
 
@@ -159,12 +159,12 @@ class RankGroup:
             self._run("broadcast", self._backend.broadcast, [tensor], options)
         return tensor
 
-    def _run(self, name: str, collective: Callable[..., dist.Work | None], *given: Any) -> None:
+    def _run(self, name: str, collective: Callable[..., dist.Work | None], *arguments: Any) -> None:
         """Run a collective, whose options are its last argument. With asyncOp false, NCCL uses the current stream
         instead of one of the communicator's: stream order then suffices, and there is no work to wait for."""
-        given[-1].asyncOp = False
+        arguments[-1].asyncOp = False
         with naming(name):
-            work = collective(*given)
+            work = collective(*arguments)
             if work is not None:
                 work.wait()
 

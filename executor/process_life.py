@@ -201,17 +201,17 @@ class Reporter:
 
 def log_levels(text: str) -> dict[str, str]:
     """Parse `info,router=debug` into {"": "info", "router": "debug"}, where "" is all folders; ValueError if invalid."""
-    found: dict[str, str] = {}
+    levels_by_room: dict[str, str] = {}
     for part in text.split(","):
         room, mark, level = part.strip().rpartition("=")
         if mark and room not in ROOMS:
             raise ValueError(f"log_level: {room[:40]!r} is not a folder of the code; known are {', '.join(ROOMS)}")
         if level.lower() not in LEVELS:
             raise ValueError(f"log_level: {level[:40]!r} is not a level; levels are {', '.join(LEVELS)}")
-        if room in found:
+        if room in levels_by_room:
             raise ValueError(f"log_level: given twice for {room or 'all'}")
-        found[room] = level.lower()
-    return found
+        levels_by_room[room] = level.lower()
+    return levels_by_room
 
 
 class LineFormatter(logging.Formatter):
@@ -254,14 +254,14 @@ def log_to_stderr(levels: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def stop_signals(take: Callable[[], object], numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+def stop_signals(take: Callable[[], object], signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
     """Call `take` on these signals within the context: in the event loop if one runs, else in the main thread."""
     try:
         loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
         loop = None
     with contextlib.ExitStack() as restoring:
-        for number in numbers:
+        for number in signals:
             if loop is not None:
                 loop.add_signal_handler(number, take)
                 restoring.callback(loop.remove_signal_handler, number)

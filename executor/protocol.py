@@ -155,7 +155,7 @@ class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     """
 
     completions: list[tuple[int, bool]] = []  # ticket, ok; a failed read leaves its host block undefined
-    found: dict[str, list[bytes]] = {}  # store → keys that can be read from it from now on
+    readable: dict[str, list[bytes]] = {}  # store → keys that can be read from it from now on
     lost: dict[str, list[bytes]] = {}  # store → keys that it has evicted or lost
     num_copied: int = 0  # blocks saved and restored
     copy_s: float = 0.0  # time that these copies took

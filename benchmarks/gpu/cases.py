@@ -26,7 +26,7 @@ from penstock.executor.kernels import (
 from penstock.executor.kernels.eight_bits import FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, StateLayout
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
-from penstock.executor.kernels.weight import Weight, numbers
+from penstock.executor.kernels.weight import Weight, plain_weight
 
 Tensors = tuple[torch.Tensor, ...]
 Heads = tuple[int, int, int]  # query heads, key-value heads, dimension
@@ -187,7 +187,7 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
     num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
     gate_up = kit.random(num, 2 * inner, width, scale=width**-0.5)
     down = kit.random(num, width, inner, scale=inner**-0.5)
-    sixteen = numbers(gate_up), numbers(down)
+    sixteen = plain_weight(gate_up), plain_weight(down)
     eight = Weight(BLOCKS, *in_blocks(gate_up)), Weight(BLOCKS, *in_blocks(down))
     activation: Activation = "silu"
 

@@ -232,8 +232,8 @@ class Tiers:
         for ticket, ok in result.completions:
             self._reads.complete(ticket, ok)
         self.rates.copies.add(result.num_copied, result.copy_s)
-        self._reads.num_reported += sum(map(len, result.found.values()))
-        self.index.note(result.found, result.lost)
+        self._reads.num_reported += sum(map(len, result.readable.values()))
+        self.index.note(result.readable, result.lost)
         for store, keys in result.lost.items():
             for key in keys:
                 self._history.note_eviction(store, key)

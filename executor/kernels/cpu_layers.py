@@ -47,7 +47,8 @@ class DenseSizes(NamedTuple):
 
 class CpuLayers:
     def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
-        self._cpu, self._dtype, self._given = ops.cpu, ops.dtype, layers  # keeps the tensors that C points to alive
+        self._cpu, self._dtype = ops.cpu, ops.dtype
+        self._dense_layers = layers  # keeps the tensors that C points to alive
         self._pages: KvPages | None = None  # this list is cleared when they are freed, so keep no pages beside it
         self._lib: Any = _csrc.lib
         self._layers = _csrc.ffi.new("struct penstock_layer[]", len(layers))
@@ -112,7 +113,7 @@ class CpuLayers:
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
         for index, (plan, layer_pages) in enumerate(zip(self._layers, pages, strict=True)):
             if isinstance(layer_pages, StatePages):
-                delta = self._given[index].delta
+                delta = self._dense_layers[index].delta
                 assert delta is not None
                 check_taps(delta.taps, layer_pages, self._dtype)
                 check_heads(delta.heads, layer_pages)

@@ -16,7 +16,7 @@ from penstock.executor.kernels import Narrow, Ops, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
-from penstock.executor.kernels.weight import EIGHT_BITS, GpuFormats, Weight, numbers, pack_for_gpu
+from penstock.executor.kernels.weight import EIGHT_BITS, GpuFormats, Weight, pack_for_gpu, plain_weight
 
 # The quantized weights that are not dequantized, besides `Packed` ones: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
@@ -95,9 +95,9 @@ def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -
 def make_linear(weight: Tensor, bias: Tensor | None, ops: Ops) -> Linear:
     """Return a linear layer with weight [out, in] and bias [out]; on a CPU the weight may be copied."""
     if is_repacked(weight):
-        product = CpuProduct([numbers(weight)], weight.dtype, bias)
+        product = CpuProduct([plain_weight(weight)], weight.dtype, bias)
         return Linear(product.weights, product.bias, ops, product)
-    return Linear([numbers(weight)], bias, ops)
+    return Linear([plain_weight(weight)], bias, ops)
 
 
 class LinearMaker:
@@ -119,18 +119,18 @@ class LinearMaker:
         weights: list[Weight] = []
         computed = [(part, self._as_codes(part)) for part in parts]
         for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else pair[1].join_key):
-            given = list(run)
-            codes = [each for _, each in given if each is not None]
-            self._note_storage(part for part, each in given if each is not None)
+            pairs = list(run)
+            codes = [each for _, each in pairs if each is not None]
+            self._note_storage(part for part, each in pairs if each is not None)
             if kind is None:
-                weights.append(numbers(self.count(torch.cat([self.dequantize(part) for part, _ in given]))))
+                weights.append(plain_weight(self.count(torch.cat([self.dequantize(part) for part, _ in pairs]))))
             elif self._kept == "all":
                 weights += codes
             else:
                 weights.append(pack_for_gpu(codes, self._device))
         if all(is_repacked(each.codes) if each.is_numbers else self._kept == "all" for each in weights):
             product = CpuProduct(weights, self._dtype, bias)
-            self._count_codes(made for each, made in zip(weights, product.weights, strict=True) if not each.is_numbers)
+            self._count_codes(own for each, own in zip(weights, product.weights, strict=True) if not each.is_numbers)
             return Linear(product.weights, product.bias, self._ops, product)
         self._count_codes(each for each in weights if not each.is_numbers)
         return Linear(weights, bias, self._ops)
@@ -142,7 +142,7 @@ class LinearMaker:
             return self([part], None)
         values = self.count(self.dequantize(part, copy=not is_head))
         if not is_head:
-            return Linear([numbers(values)], None, self._ops)
+            return Linear([plain_weight(values)], None, self._ops)
         if values.device.type == "cpu" and not is_repacked(values):
             values = values.clone()  # it may be a view of a mapped file
         return make_linear(values, None, self._ops)

@@ -33,11 +33,11 @@ class LoraPart(NamedTuple):
 LoraProduct = Sequence[LoraPart]  # one adapter's parts for one product; empty: the adapter does not change it
 
 
-def find_runs(numbers: np.ndarray) -> np.ndarray:
+def find_runs(adapter_numbers: np.ndarray) -> np.ndarray:
     """Return runs of adjacent rows with the same adapter: [T] numbers (0: none) -> [runs, 3] first, count, number."""
-    bounds = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
+    bounds = np.flatnonzero(np.diff(adapter_numbers, prepend=-1, append=-1))
     first = bounds[:-1]
-    runs: np.ndarray = np.stack((first, np.diff(bounds), numbers[first]), 1)[numbers[first] != 0]
+    runs: np.ndarray = np.stack((first, np.diff(bounds), adapter_numbers[first]), 1)[adapter_numbers[first] != 0]
     return runs
 
 
@@ -87,9 +87,9 @@ class CpuAdapters:
     def forget(self, number: int) -> None:
         del self._held[number]
 
-    def runs(self, numbers: np.ndarray) -> "CpuRuns":
-        """Return the runs of tokens with these numbers [T] of adapters."""
-        runs = [(first, count, self._held[number]) for first, count, number in find_runs(numbers).tolist()]
+    def runs(self, adapter_numbers: np.ndarray) -> "CpuRuns":
+        """Return the runs of tokens with the same adapter. adapter_numbers [T]: 0 for none."""
+        runs = [(first, count, self._held[number]) for first, count, number in find_runs(adapter_numbers).tolist()]
         return CpuRuns(runs, self._cpu)
 
 
@@ -127,9 +127,9 @@ class LoraSlots:
     ) -> None:
         size = max(16, 1 << (max_rank - 1).bit_length())
         self._device, self._add, self._shapes = device, _load_kernel(), shapes
-        given: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._down = [torch.zeros(most, len(widths), size, depth, **given) for depth, widths in shapes]
-        self._up = [torch.zeros(most, sum(widths), size, **given) for _, widths in shapes]
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._down = [torch.zeros(most, len(widths), size, depth, **options) for depth, widths in shapes]
+        self._up = [torch.zeros(most, sum(widths), size, **options) for _, widths in shapes]
         self._held: dict[int, Sequence[LoraProduct]] = {}
         self._at: dict[int, int] = {}  # adapter → its slot, the most recently used last
         self._free = list(range(most))
@@ -146,17 +146,17 @@ class LoraSlots:
         if number in self._at:
             self._free.append(self._at.pop(number))
 
-    def runs(self, numbers: np.ndarray) -> "SlotRuns":
-        """Return the runs of tokens with these numbers [T] of adapters."""
-        return SlotRuns(self, send_list(self.tiles(numbers), torch.int32, self._device))
+    def runs(self, adapter_numbers: np.ndarray) -> "SlotRuns":
+        """Return the runs of tokens with the same adapter. adapter_numbers [T]: 0 for none."""
+        return SlotRuns(self, send_list(self.tiles(adapter_numbers), torch.int32, self._device))
 
     def fixed_runs(self, most_tiles: int) -> "SlotRuns":
         """Return runs at a fixed address, for a graph; `SlotRuns.set` writes them before a replay."""
         return SlotRuns(self, torch.zeros(most_tiles, 3, dtype=torch.int32, device=self._device))
 
-    def tiles(self, numbers: np.ndarray) -> list[tuple[int, int, int]]:
+    def tiles(self, adapter_numbers: np.ndarray) -> list[tuple[int, int, int]]:
         """Return the first row, number of rows and slot of every tile, after giving each adapter a slot."""
-        runs = find_runs(numbers).tolist()
+        runs = find_runs(adapter_numbers).tolist()
         needed = dict.fromkeys(number for _, _, number in runs)
         for number in needed:  # first mark those with a slot as used, so that no slot of this step is reused
             if number in self._at:
@@ -195,10 +195,10 @@ class SlotRuns:
     def __init__(self, of: LoraSlots, tiles: Tensor) -> None:
         self._of, self._tiles = of, tiles
 
-    def set(self, numbers: np.ndarray, starts: np.ndarray) -> None:
-        """Change the runs in place to those of rows with these numbers [R] and token starts [R + 1]. Tiles that are left
-        over have no rows."""
-        tiles = self._of.tiles(np.repeat(numbers, np.diff(starts)))
+    def set(self, adapter_numbers: np.ndarray, starts: np.ndarray) -> None:
+        """Change the runs in place to those of rows with adapter_numbers [R] and token starts [R + 1]. Tiles that are
+        left over have no rows."""
+        tiles = self._of.tiles(np.repeat(adapter_numbers, np.diff(starts)))
         spare = len(self._tiles) - len(tiles)
         self._tiles.copy_(send_list([*tiles, *[(0, 0, 0)] * spare], torch.int32, self._tiles.device))
 

@@ -120,13 +120,13 @@ class DeviceState:
     def write_options(self, slot: int, sampling: Sampling) -> None:
         floats = np.array([sampling.temperature, sampling.min_p, sampling.top_p], dtype=np.float32)
         seed = np.array([sampling.seed], dtype=np.uint64)
-        numbers = np.concatenate([floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32)])
-        self._write(self.offsets.options_at + slot * OPTIONS, numbers)
+        values = np.concatenate([floats.view(np.int32), np.array([sampling.top_k], np.int32), seed.view(np.int32)])
+        self._write(self.offsets.options_at + slot * OPTIONS, values)
 
     def take(self) -> list[tuple[int, np.ndarray]]:
         """Return the runs since the last call. They are applied in parallel, so no two may write the same number."""
         taken, self._runs = self._runs, []
         return taken
 
-    def _write(self, at: int, numbers: np.ndarray) -> None:
-        self._runs.append((at, numbers))
+    def _write(self, at: int, values: np.ndarray) -> None:
+        self._runs.append((at, values))

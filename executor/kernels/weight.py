@@ -112,13 +112,13 @@ class Weight(NamedTuple):
         if (low, high) == (start, start + size):
             return part
         values = part.dequantize(CPU, torch.float32)
-        return numbers(values.narrow(dim, start - low, size), self.name)
+        return plain_weight(values.narrow(dim, start - low, size), self.name)
 
     def take(self, rows: Tensor) -> "Weight":
         """Return these rows, in this order; dequantized to float32 if their codes cannot be reordered."""
         by = self.format.rows_of_scales(rows)
         if by is None:
-            return numbers(self.dequantize(CPU, torch.float32)[rows], self.name)
+            return plain_weight(self.dequantize(CPU, torch.float32)[rows], self.name)
         scales, zeros = (None if part is None else part[by] for part in (self.scales, self.zeros))
         codes = self.codes.view(torch.uint8) if self.codes.dtype is EIGHT_BITS else self.codes
         return self._replace(codes=codes[rows].view(self.codes.dtype), scales=scales, zeros=zeros)
@@ -141,8 +141,8 @@ class Weight(NamedTuple):
 
     def like(self, tensors: Iterable[Tensor]) -> "Weight":
         """Return a weight of the same format with other `tensors()`."""
-        given = iter(tensors)
-        codes, scales, zeros = (None if part is None else next(given) for part in self[1:4])
+        remaining = iter(tensors)
+        codes, scales, zeros = (None if part is None else next(remaining) for part in self[1:4])
         assert codes is not None
         return Weight(self.format, codes, scales, zeros, self.name)
 
@@ -188,7 +188,7 @@ class Numbers(Format):
 NUMBERS = Numbers()
 
 
-def numbers(values: Tensor, name: str = "") -> Weight:
+def plain_weight(values: Tensor, name: str = "") -> Weight:
     """Wrap an unquantized tensor as a weight."""
     return Weight(NUMBERS, values, name=name)
 

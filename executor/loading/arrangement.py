@@ -53,7 +53,7 @@ def stacked_experts(gate_up: str, down: str, prefix: str = "") -> tuple[Joined, 
     return (prefix + gate_up, rows), (prefix + down, ((f"{prefix}experts.#.down_proj.weight", 1),))
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """The location of a tensor: the stored tensor, the expert, and the rows of its matrix, which is transposed if
     `is_transposed`. Without a shape it is the whole stored tensor."""
 
@@ -69,59 +69,59 @@ class Arranged:
     """A view of another checkpoint with the tensor names and shapes of Llama."""
 
     def __init__(self, checkpoint: Checkpoint, arrangement: Arrangement) -> None:
-        self._inner, self._given = checkpoint, arrangement
+        self._inner, self._arrangement = checkpoint, arrangement
         self.config: dict[str, Any] = checkpoint.config
         self.has_codes = checkpoint.has_codes
         names = checkpoint.names()
         scales = {_scales_of(name) for name in names if name.endswith(_BLOCKS)}
-        self._places = {
-            ours: place
+        self._locations = {
+            ours: location
             for name in names
             if not name.startswith(arrangement.ignored) and not name.removeprefix("model.").startswith(_OTHER_SENSES)
             if name not in scales
-            for ours, place in self._parts(name)
+            for ours, location in self._parts(name)
         }
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return list(self._locations)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        place = self._places[name]
-        return self._inner.shape(place.name) if place.shape is None else place.shape
+        location = self._locations[name]
+        return self._inner.shape(location.name) if location.shape is None else location.shape
 
     def origin(self, name: str) -> str:
         """Return the name of the stored tensor that contains this one."""
-        return self._places[name].name
+        return self._locations[name].name
 
     def read(self, name: str) -> Tensor | Weight:
-        place = self._places[name]
-        stored = _cut(self._inner.read(place.name), place)
-        if place.shape is not None and place.name.endswith(_BLOCKS):
-            scales = _cut(self._inner.read(_scales_of(place.name)), place)
+        location = self._locations[name]
+        stored = _cut(self._inner.read(location.name), location)
+        if location.shape is not None and location.name.endswith(_BLOCKS):
+            scales = _cut(self._inner.read(_scales_of(location.name)), location)
             assert isinstance(stored, Tensor) and isinstance(scales, Tensor)
             stored = Weight(Ggml(CODE_TYPES["MXFP4"]), _as_gguf(stored, scales), name=name)
         return self._apart(name, stored)
 
-    def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
+    def _parts(self, name: str) -> Iterator[tuple[str, _Location]]:
         """Yield the decoder's names for the parts of a stored tensor, with the location of each part."""
         ours = name
-        for old, new in (*_PREFIXES, *self._given.renames):
+        for old, new in (*_PREFIXES, *self._arrangement.renames):
             ours = ours.replace(old, new)
-        for joined, parts in self._given.joined:
+        for joined, parts in self._arrangement.joined:
             if f".{joined}." in f"{ours}.":
-                yield from ((ours.replace(joined, part), place) for part, place in self._split(name, parts))
+                yield from ((ours.replace(joined, part), location) for part, location in self._split(name, parts))
                 return
-        is_single = any(part in name for part in self._given.single)
-        yield ours, _Place(name, self._inner.shape(name)[1:], expert=0) if is_single else _Place(name)
+        is_single = any(part in name for part in self._arrangement.single)
+        yield ours, _Location(name, self._inner.shape(name)[1:], expert=0) if is_single else _Location(name)
 
-    def _split(self, name: str, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, _Place]]:
+    def _split(self, name: str, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, _Location]]:
         shape = self._inner.shape(name)
         if math.prod(shape) == 1:  # one scale for all parts
-            yield from ((part, _Place(name)) for part, _ in parts)
+            yield from ((part, _Location(name)) for part, _ in parts)
             return
         if name.endswith(_BLOCKS):
             shape = self._coded_shape(name)
-        if is_transposed := name.endswith(self._given.transposed):
+        if is_transposed := name.endswith(self._arrangement.transposed):
             shape = (shape[0], *shape[:0:-1])
         is_stacked = "#" in parts[0][0] and len(shape) > 1
         experts, (rows, *columns) = (range(shape[0]), shape[1:]) if is_stacked else ((None,), shape)
@@ -129,11 +129,11 @@ class Arranged:
         if rest:
             names, sizes = ", ".join(part for part, _ in parts), ":".join(str(size) for _, size in parts)
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: its rows are not {names} as {sizes}")
-        start, step = 0, len(parts) if any(part in name for part in self._given.alternating) else 1
+        start, step = 0, len(parts) if any(part in name for part in self._arrangement.alternating) else 1
         for part, size in parts:
-            place = _Place(name, (size * unit, *columns), None, start, step, is_transposed)
+            location = _Location(name, (size * unit, *columns), None, start, step, is_transposed)
             for expert in experts:
-                yield part.replace("#", str(expert)), place._replace(expert=expert)
+                yield part.replace("#", str(expert)), location._replace(expert=expert)
             start += size * unit if step == 1 else 1
 
     def _coded_shape(self, name: str) -> tuple[int, ...]:
@@ -148,9 +148,9 @@ class Arranged:
 
     def _apart(self, name: str, stored: Tensor | Weight) -> Tensor | Weight:
         """Reorder rotated pairs from (2i, 2i + 1) to (i, i + half), in queries and keys alike, which keeps q · k."""
-        if self._given.neighbours is None or not name.endswith(_ROTATED):
+        if self._arrangement.neighbours is None or not name.endswith(_ROTATED):
             return stored
-        dim, rotated = self._given.neighbours
+        dim, rotated = self._arrangement.neighbours
         is_scaled = isinstance(stored, Tensor) and stored.dtype is EIGHT_BITS
         if is_scaled and (rotated > BLOCK or (BLOCK % dim and dim % BLOCK)):
             raise ExecutorError(
@@ -161,14 +161,14 @@ class Arranged:
         return stored.take(order) if isinstance(stored, Weight) else stored[order]
 
 
-def _cut(stored: Tensor | Weight, place: _Place) -> Tensor | Weight:
-    if place.expert is not None:
+def _cut(stored: Tensor | Weight, location: _Location) -> Tensor | Weight:
+    if location.expert is not None:
         assert isinstance(stored, Tensor)
-        stored = stored[place.expert].T if place.is_transposed else stored[place.expert]
-    if place.step > 1:
+        stored = stored[location.expert].T if location.is_transposed else stored[location.expert]
+    if location.step > 1:
         assert isinstance(stored, Tensor)
-        return stored[place.start :: place.step]
-    return stored if place.shape is None else stored.narrow(0, place.start, place.shape[0])
+        return stored[location.start :: location.step]
+    return stored if location.shape is None else stored.narrow(0, location.start, location.shape[0])
 
 
 def _scales_of(name: str) -> str:

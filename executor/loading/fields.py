@@ -32,7 +32,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
-        self._asked: dict[str, None] = {}  # names that were read, in order
+        self._read_names: dict[str, None] = {}  # names that were read, in order
         self._passed: set[str] = set()
 
     def integer(self, name: str, default: Any = MISSING, low: int = 1, high: int | None = None) -> int:
@@ -58,7 +58,7 @@ class Fields:
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
 
-    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+    def number_list(self, name: str, count: int) -> tuple[float, ...]:
         value = self._get(name, MISSING)
         if not isinstance(value, list) or len(value) != count or not all(map(_is_positive, value)):
             raise self.error(name, value, f"a list of {count} positive numbers below 1e12")
@@ -95,10 +95,10 @@ class Fields:
 
     def required_section(self, name: str, expected: str = "an object") -> "Fields":
         """Return the object in this field; raise ExecutorError if it is absent or empty."""
-        found = self.section(name)
-        if found is None:
+        section = self.section(name)
+        if section is None:
             raise self.error(name, self._find(name), expected)
-        return found
+        return section
 
     def texts(self, name: str) -> list[str] | None:
         value = self._find(name)
@@ -117,7 +117,7 @@ class Fields:
 
     def unread(self, *names: str) -> list[str]:
         """Return those of the names that were neither read nor passed over."""
-        return [name for name in names if name not in self._asked and name not in self._passed]
+        return [name for name in names if name not in self._read_names and name not in self._passed]
 
     def with_defaults(self, **values: Any) -> "Fields":
         """Return a copy in which absent fields, and fields that are null, have the given default values."""
@@ -147,7 +147,7 @@ class Fields:
         """Raise ExecutorError if a field has a value and was neither read nor passed over."""
         for name, value in self._values.items():
             if value is not None and (unread := self.unread(name.removeprefix(self._prefix))):
-                raise self.error(unread[0], value, expected or f"no field but {', '.join(self._asked)}")
+                raise self.error(unread[0], value, expected or f"no field but {', '.join(self._read_names)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is MISSING else repr(value)
@@ -155,7 +155,7 @@ class Fields:
         return ExecutorError(f"{self.where}: {self._prefix}{name}: {shown} found; {expected} is expected")
 
     def _find(self, name: str) -> Any:
-        self._asked[name] = None
+        self._read_names[name] = None
         return self._values.get(self._prefix + name)
 
     def _get(self, name: str, default: Any) -> Any:

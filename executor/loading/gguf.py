@@ -64,7 +64,7 @@ class GgufCheckpoint:
 
     def _read(self, source: _Source) -> Tensor | Weight:
         if source.parts:
-            keys, values = (self._numbers(part) for part in source.parts)
+            keys, values = (self._float_tensor(part) for part in source.parts)
             return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
         entry, shape = self._file.tensors[source.name], self._shape(source)
         index, of = source.expert or (0, 1)
@@ -85,7 +85,7 @@ class GgufCheckpoint:
             values = weight.dequantize(CPU, torch.float32).view(shape)
         return values - 1 if source.plus_one else values
 
-    def _numbers(self, name: str) -> Tensor:
+    def _float_tensor(self, name: str) -> Tensor:
         """Return a tensor of the file as numbers, in its own shape."""
         read = self._read(_Source(name))
         values = read.dequantize(CPU, torch.float32) if isinstance(read, Weight) else read.float()

@@ -64,22 +64,22 @@ class PackedCheckpoint:
         if not self._stored[name]:
             return self._folder.shape(name)
         module = name.removesuffix(".weight")
-        found = self._folder.shape(f"{module}.{self._main}")
-        if len(found) != 2 or 0 in found:
-            raise self._error(f"{module}.{self._main}", "shape", list(found), "a matrix's")
+        stored_shape = self._folder.shape(f"{module}.{self._main}")
+        if len(stored_shape) != 2 or 0 in stored_shape:
+            raise self._error(f"{module}.{self._main}", "shape", list(stored_shape), "a matrix's")
         if self._layout == "packed":
-            return self._packed_shape(module, found)
-        first, second = found
+            return self._packed_shape(module, stored_shape)
+        first, second = stored_shape
         if self._layout == "awq":
             return second * 8, first
-        return found if self._main == "weight" else (second, first * 32 // self._schemes[0].bits)
+        return stored_shape if self._main == "weight" else (second, first * 32 // self._schemes[0].bits)
 
-    def _packed_shape(self, module: str, found: tuple[int, ...]) -> tuple[int, int]:
+    def _packed_shape(self, module: str, stored_shape: tuple[int, ...]) -> tuple[int, int]:
         name = f"{module}.weight_shape"
         rows, columns = self._get(name, ("I64", "I32"), (2,)).tolist()
-        allowed = {found[1] * 32 // scheme.bits for scheme in self._schemes}
-        if rows != found[0] or columns not in allowed:
-            expected = " or ".join(f"[{found[0]}, {count}]" for count in sorted(allowed))
+        allowed = {stored_shape[1] * 32 // scheme.bits for scheme in self._schemes}
+        if rows != stored_shape[0] or columns not in allowed:
+            expected = " or ".join(f"[{stored_shape[0]}, {count}]" for count in sorted(allowed))
             raise self._error(name, "value", [rows, columns], f"{expected}, by the packed weight,")
         return rows, columns
 
@@ -126,10 +126,10 @@ class PackedCheckpoint:
 
     def _compressed(self, module: str, rows: int, columns: int) -> tuple[Weight, Scheme, str | None]:
         name = f"{module}.weight_scale"
-        found = self._folder.shape(name) if self._has(name) else ()
-        scheme, groups = self._scheme(module, columns, found[1] if len(found) == 2 else 1)
-        is_one = found in ((), (1,), (1, 1)) and groups == 1
-        scales = self._get(name, _SCALES, found if is_one else (rows, groups)).expand(rows, groups).contiguous()
+        scales_shape = self._folder.shape(name) if self._has(name) else ()
+        scheme, groups = self._scheme(module, columns, scales_shape[1] if len(scales_shape) == 2 else 1)
+        is_one = scales_shape in ((), (1,), (1, 1)) and groups == 1
+        scales = self._get(name, _SCALES, scales_shape if is_one else (rows, groups)).expand(rows, groups).contiguous()
         dtype = {"packed": "I32", "bytes": "I8", "floats": "F8_E4M3"}[self._layout]
         bits, middle = scheme.bits, 1 << scheme.bits - 1
         shape = (rows, columns * bits // 32) if self._layout == "packed" else (rows, columns)
@@ -148,8 +148,8 @@ class PackedCheckpoint:
         if self._layout == "packed" and self._folder.dtype(name) == "I32":
             stored = self._get(name, ("I32",), (-(-rows * bits // 32), groups))
             return _turned(_unpacked(_turned(stored), bits)[:, :rows])
-        found = self._folder.shape(name)
-        stored = self._get(name, ("I8",), found if found == (1,) and groups == 1 else (rows, groups))
+        stored_shape = self._folder.shape(name)
+        stored = self._get(name, ("I8",), stored_shape if stored_shape == (1,) and groups == 1 else (rows, groups))
         return (stored.short() + middle).to(torch.uint8).expand(rows, groups).contiguous()
 
     def _scheme(self, module: str, columns: int, groups: int) -> tuple[Scheme, int]:
@@ -194,15 +194,15 @@ class PackedCheckpoint:
     def _get(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
         if not self._has(name):
             raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
-        found, dtype = self._folder.shape(name), self._folder.dtype(name)
-        if found != shape:
-            raise self._error(name, "shape", list(found), str(list(shape)))
+        stored_shape, dtype = self._folder.shape(name), self._folder.dtype(name)
+        if stored_shape != shape:
+            raise self._error(name, "shape", list(stored_shape), str(list(shape)))
         if dtype not in dtypes:
             raise self._error(name, "dtype", dtype, " or ".join(dtypes))
         return self._folder.stored(name)
 
-    def _error(self, name: str, what: str, found: object, expected: str) -> ExecutorError:
-        return ExecutorError(f"{self._where}: tensor {name!r}: {what} {found} found; {expected} is expected")
+    def _error(self, name: str, aspect: str, actual: object, expected: str) -> ExecutorError:
+        return ExecutorError(f"{self._where}: tensor {name!r}: {aspect} {actual} found; {expected} is expected")
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -89,13 +89,13 @@ class AdapterStore:
         return 0 if key is None else self._held[key].number
 
     def of_step(
-        self, numbers: np.ndarray, starts: np.ndarray, wanted: np.ndarray
+        self, adapter_numbers: np.ndarray, starts: np.ndarray, output_indices: np.ndarray
     ) -> tuple[AdaptedRows, AdaptedRows | None]:
-        """Return `adapters` and `wanted_adapters` of a step's batch, from the rows' numbers [R], token starts [R + 1]
-        and ascending wanted tokens [W]."""
-        of_tokens = np.repeat(numbers, np.diff(starts))
+        """Return `adapters` and `output_adapters` of a step's batch, from the rows' adapter_numbers [R] and token
+        starts [R + 1], and the ascending output_indices [W]."""
+        of_tokens = np.repeat(adapter_numbers, np.diff(starts))
         runs = self._weights.runs(of_tokens)
-        return runs, None if len(wanted) == starts[-1] else self._weights.runs(of_tokens[wanted])
+        return runs, None if len(output_indices) == starts[-1] else self._weights.runs(of_tokens[output_indices])
 
     def in_graph(self, most_tiles: int) -> SlotRuns:
         """Return adapters for a graph, at first for no row. `SlotRuns.set` changes them before a replay."""

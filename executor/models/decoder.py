@@ -98,7 +98,7 @@ class Decoder:
         return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
-        """Return the hidden states of the tokens `batch.wanted` after the final norm: [W, width of the head]."""
+        """Return the hidden states of the tokens `batch.output_indices` after the final norm: [W, width of the head]."""
         residual = self._vocabulary.embed(batch)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
@@ -106,13 +106,13 @@ class Decoder:
         update: Tensor | None = None  # the previous layer's output, not yet added to the residual stream
         first, last = 0, len(self._layers) - 1
         if self._joined is not None:
-            first = len(self._layers) if batch.wanted is None else last
+            first = len(self._layers) if batch.output_indices is None else last
             update = self._joined(residual, batch, pages, first) if first else None
         batches = batch.by_layer(self.num_layers)
         for index in range(first, len(self._layers)):
-            wanted, layer = batch.wanted if index == last else None, self._layers[index]
+            indices, layer = batch.output_indices if index == last else None, self._layers[index]
             own = None if inputs is None else inputs[:, index]
-            update, residual = layer.forward(update, residual, batches[layer.pages], pages[layer.pages], wanted, own)
+            update, residual = layer.forward(update, residual, batches[layer.pages], pages[layer.pages], indices, own)
         if isinstance(self._norm, _LayerNorm):
             assert update is not None
             return self._vocabulary.project(self._norm(residual + update))
@@ -290,12 +290,12 @@ class _Layer:
         residual: Tensor,
         batch: ForwardBatch,
         pages: LayerPages,
-        wanted: Tensor | None,
+        output_indices: Tensor | None,
         inputs: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
         """Compute one layer over the residual stream [T, hidden], to which `update` must still be added.
 
-        Return this layer's update (None if already added) and the stream. With `wanted`, both contain only these
+        Return this layer's update (None if already added) and the stream. With `output_indices`, both contain only these
         tokens, because the last layer's MLP output for other tokens is never read. `inputs` [T, width] are per layer.
         """
         ops, eps = self._ops, self._spec.norm_eps
@@ -309,10 +309,10 @@ class _Layer:
             hidden = residual if norm is None else norm(residual)
         attended = self._attention.attend(hidden, batch, pages)
         adapters = batch.adapters
-        if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-            inputs = None if inputs is None else inputs.index_select(0, wanted)
-            adapters = batch.wanted_adapters
+        if output_indices is not None:
+            attended, residual = attended.index_select(0, output_indices), residual.index_select(0, output_indices)
+            inputs = None if inputs is None else inputs.index_select(0, output_indices)
+            adapters = batch.output_adapters
         update = self._attention.output(attended)
         if adapters is not None:
             adapters.add(self._attention.output.number, attended, update)

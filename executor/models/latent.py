@@ -17,7 +17,7 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import LatentStore, Ops, Pages, Rotation, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -107,7 +107,7 @@ class _ByHead:
     def __init__(self, weight: Tensor, ops: Ops) -> None:
         rows = weight.transpose(1, 2)
         is_in_c = ops.expanded_attention is None and is_repacked(rows[0])
-        self._products = [CpuProduct([numbers(each)], each.dtype) for each in rows] if is_in_c else []
+        self._products = [CpuProduct([plain_weight(each)], each.dtype) for each in rows] if is_in_c else []
         self._weight = None if is_in_c else weight
 
     def __call__(self, x: Tensor, out: Tensor) -> None:

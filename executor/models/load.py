@@ -126,7 +126,7 @@ def load_model(
         )
     # The spec contains all settings of the config that affect the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
-    computed += ["codes"] if weights.made.num_bytes["codes"] else []
+    computed += ["codes"] if weights.linear_maker.num_bytes["codes"] else []
     if fixed and not all(experts.is_fused for experts in model.experts):
         raise ExecutorError("batch_invariant: given; the GPU has no batch-invariant kernel for these experts")
     fingerprint = digests.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed, *fixed)
@@ -136,7 +136,7 @@ def load_model(
         held = before and before.adapters  # they are the same for other weights
         adapters = held or _open_adapters(config, name, spec, model, weights, device)
         memory |= {"adapters": adapters.num_bytes} if adapters.num_bytes else {}
-    storage = tuple(each for each, _ in weights.made.stored_bytes.most_common())
+    storage = tuple(each for each, _ in weights.linear_maker.stored_bytes.most_common())
     return LoadedModel(
         name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, storage, placement, adapters
     )
@@ -223,7 +223,7 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
 
 
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
-    sizes, widened = weights.made.num_bytes, f"{narrow} weights as {str(dtype).removeprefix('torch.')}"
+    sizes, widened = weights.linear_maker.num_bytes, f"{narrow} weights as {str(dtype).removeprefix('torch.')}"
     parts = {widened: sizes["widened"], "weights as codes": sizes["codes"]}
     return {"weights": sizes["numbers"] - sizes["widened"]} | {name: size for name, size in parts.items() if size}
 
@@ -247,7 +247,7 @@ def first_placement(config: ExecutorConfig, spec: DecoderSpec, world: int) -> Pl
     return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)
 
 
-def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
+def choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
     """Return the requested dtype if the device computes in it; for "auto", the stored one or the nearest suitable one.
 
     A GPU computes float32 weights in bfloat16: most float32 checkpoints were trained in it, and tensor cores are many
@@ -256,26 +256,26 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
     float32 on a CPU.
     """
     if device.type != "cpu":
-        if asked != "auto":
-            return DTYPES[asked]
+        if requested != "auto":
+            return DTYPES[requested]
         return torch.bfloat16 if stored == "float32" else DTYPES[stored]
-    if asked == "float16":
+    if requested == "float16":
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
-    if asked != "auto":
-        return DTYPES[asked]
+    if requested != "auto":
+        return DTYPES[requested]
     return torch.bfloat16 if stored != "float32" and has_vectors() else torch.float32
 
 
-def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
+def choose_kv_dtype(requested: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
     """Return the dtype of the KV cache. FP8 pages have no scale: keys and values are stored as they are, up to ±448."""
-    if asked == "auto":
+    if requested == "auto":
         return dtype
     if ops.blocks is None:
         where = "the CPU"
         if device.type == "cuda":
             where = f"a GPU of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
         raise ExecutorError(
-            f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
+            f"kv_cache_dtype: {requested!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
             f"and the model is on {where}"
         )
     return torch.float8_e4m3fn

@@ -82,7 +82,7 @@ def rope_of(
         return Rope(dim, theta, "linear", section.number("factor"))
     original = original or section.integer("original_max_position_embeddings", max_positions, low=2)
     if kind == "longrope":
-        short, long = (section.numbers(f"{name}_factor", dim // 2) for name in ("short", "long"))
+        short, long = (section.number_list(f"{name}_factor", dim // 2) for name in ("short", "long"))
         amplitude = section.number("attention_factor", _long_amplitude(section, max_positions, original))
         return Rope(dim, theta, "longrope", 1.0, original, amplitude=amplitude, divisors=short, long_divisors=long)
     factor = section.number("factor")

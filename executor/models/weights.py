@@ -18,7 +18,7 @@ from penstock.eplb import Plan
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import KeptCodes, Linear, LinearMaker
 from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import CPU, EIGHT_BITS, Weight, numbers
+from penstock.executor.kernels.weight import CPU, EIGHT_BITS, Weight, plain_weight
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.quantization import SUFFIX, scales_shape
@@ -172,7 +172,7 @@ class Weights:
         self.has_adapters = has_adapters
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each expert
         self.ops = ops
-        self.made = LinearMaker(ops, kept_codes, dtype, device)
+        self.linear_maker = LinearMaker(ops, kept_codes, dtype, device)
         # The composition of each layer made by `linear`. Experts' layers are dropped once their weights are stacked.
         self.products: WeakKeyDictionary[Linear, Product] = WeakKeyDictionary()
         self._digests = digests
@@ -181,21 +181,22 @@ class Weights:
         """Return the rank's part of a tensor in the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
         # Copied even if nothing is converted, because the original may be a view of a mapped file.
-        return self.made.count(_join([self.made.dequantize(part, copy=True) for part in parts]))
+        return self.linear_maker.count(_join([self.linear_maker.dequantize(part, copy=True) for part in parts]))
 
     def table(self, name: str, shape: tuple[int, ...], is_head: bool) -> Linear:
         """Return a layer with the rank's rows of an embedding; with `is_head` it is also the LM head."""
         (part,) = self._cut(self._fetch(name, shape), "rows", None)
-        return self.made.table(part, is_head)
+        return self.linear_maker.table(part, is_head)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """Return a norm's weight in float32, with `offset` added to the stored values."""
-        return self.made.count(self._fetch(name, (size,)).dequantize(self._device, torch.float32) + offset)
+        return self.linear_maker.count(self._fetch(name, (size,)).dequantize(self._device, torch.float32) + offset)
 
     def float32(self, name: str, shape: tuple[int, ...], split: Split = None, units: Units = None) -> Tensor:
         """Return the rank's part of a tensor that is used in float32 whatever the model's dtype."""
         parts = self._cut(self._fetch(name, shape), split, units)
-        return self.made.count(_join([part.dequantize(self._device, torch.float32, copy=True) for part in parts]))
+        values = [part.dequantize(self._device, torch.float32, copy=True) for part in parts]
+        return self.linear_maker.count(_join(values))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor exists that only other ranks read."""
@@ -205,7 +206,7 @@ class Weights:
     def linear(self, columns: int, *matrices: Matrix) -> Linear:
         """Return a linear layer of one or several matrices with as many columns, outputs concatenated."""
         own = [self._own(matrix, columns) for matrix in matrices]
-        layer = self.made([weight for weights in own for weight in weights], self._bias(matrices, own))
+        layer = self.linear_maker([weight for weights in own for weight in weights], self._bias(matrices, own))
         self.products[layer] = Product(columns, matrices)
         return layer
 
@@ -265,7 +266,7 @@ class Weights:
         """Count the weights that slicing or reordering within a block or a group has dequantized."""
         if not before.is_numbers:
             num_widened = sum(weight.codes.numel() for weight in after if weight.is_numbers)
-            self.made.add_bytes("widened", num_widened * self.dtype.itemsize)
+            self.linear_maker.add_bytes("widened", num_widened * self.dtype.itemsize)
 
 
 def read_weight(read: Callable[[str, tuple[int, ...]], Tensor | Weight], name: str, shape: tuple[int, ...]) -> Weight:
@@ -274,7 +275,7 @@ def read_weight(read: Callable[[str, tuple[int, ...]], Tensor | Weight], name: s
     if isinstance(values, Weight):
         return values
     if values.dtype is not EIGHT_BITS:
-        return numbers(values, name)
+        return plain_weight(values, name)
     if len(shape) != 2:
         raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
     scales = read(f"{name}{SUFFIX}", scales_shape(*shape))

@@ -43,7 +43,7 @@ LIFE_CHECK_S = 0.5
 EXIT_S = 10  # for Ray to end the process of an actor whose work is done
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     node: str
     address: str
     pid: int
@@ -65,10 +65,10 @@ def open_ray(config: ExecutorConfig, progress: Callable[[str], None] = lambda _l
 
 def _join_cluster(allow_open_dashboard: bool) -> None:
     """Join the cluster in RAY_ADDRESS or on this machine; refuse one whose dashboard accepts jobs from the network."""
-    wanted = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         with contextlib.chdir("/"):  # Ray lets the actors import from the current directory, which may be a model's
-            context = ray.init(address=wanted, ignore_reinit_error=True, log_to_driver=True)
+            context = ray.init(address=address, ignore_reinit_error=True, log_to_driver=True)
     except (ConnectionError, ValueError, RayError) as error:
         raise ExecutorError(
             f"executor: no Ray cluster can be reached ({error}); start one with `ray start --head`, "
@@ -113,28 +113,28 @@ class RayRanks:
         self._group = _room(need, world)
         here = ray.get_runtime_context().get_node_id()
         placed = sorted(_actors(self._group, need, world), key=lambda pair: (pair[0].node != here, pair[0].node))
-        places = [place for place, _ in placed]
-        nodes = len({place.node for place in places})
+        locations = [location for location, _ in placed]
+        nodes = len({location.node for location in locations})
         progress(f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of the Ray cluster")
-        num_local = sum(place.node == here for place in places)
+        num_local = sum(location.node == here for location in locations)
         self._remote = range(num_local, world)
         if num_local:
             self._ring = MessageQueue.create(num_local, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
-        host = places[0].address
+        host = locations[0].address
         fd, port = ray.get(placed[0][1].listen.remote(host), timeout=ACTOR_TIMEOUT_S)
-        for rank, (place, actor) in enumerate(placed):
-            is_local = place.node == here
+        for rank, (location, actor) in enumerate(placed):
+            is_local = location.node == here
             start = Start(
                 config,
                 rank,
                 world,
-                sum(other.node == place.node for other in places),
+                sum(other.node == location.node for other in locations),
                 0,  # Ray shows each actor only its own GPU
-                Rendezvous(host, port, place.address, fd if rank == 0 else None),
+                Rendezvous(host, port, location.address, fd if rank == 0 else None),
                 self._ring.handle() if self._ring is not None and is_local else None,
             )
             done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(self._hub.ticket(rank)))
-            self.workers.append(ActorProcess(rank, place, actor, done, self._hub))
+            self.workers.append(ActorProcess(rank, location, actor, done, self._hub))
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
         """Send all ranks the same message: through the ring on this node, through the hub on others."""
@@ -170,7 +170,7 @@ class RayRanks:
             self._ring.close()
 
 
-def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Place, Any]]:
+def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Location, Any]]:
     """Create an actor for each rank and return it with its place, once its process runs."""
     actors = [
         ray.remote(RankActor)
@@ -183,8 +183,8 @@ def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Place,
         .remote()
         for index in range(world)
     ]
-    places = ray.get([actor.place.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
-    return [(Place(*place), actor) for place, actor in zip(places, actors, strict=True)]
+    locations = ray.get([actor.location.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
+    return [(Location(*location), actor) for location, actor in zip(locations, actors, strict=True)]
 
 
 def _room(need: dict[str, float], world: int) -> Any:
@@ -205,7 +205,7 @@ def _room(need: dict[str, float], world: int) -> Any:
 class RankActor:
     """The class of the actor. One thread computes; the other answers Ray."""
 
-    def place(self) -> tuple[str, str, int]:
+    def location(self) -> tuple[str, str, int]:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def listen(self, host: str) -> tuple[int, int]:
@@ -235,10 +235,10 @@ def _sort(message: list[memoryview], inbox: "queue.SimpleQueue[Any]") -> None:
 class ActorProcess:
     """The `Worker` of one rank's actor, for the worker watch."""
 
-    def __init__(self, rank: int, place: Place, actor: Any, done: Any, hub: Hub) -> None:
+    def __init__(self, rank: int, location: Location, actor: Any, done: Any, hub: Hub) -> None:
         self._rank, self._actor, self._done, self._hub = rank, actor, done, hub
-        self.name = f"rank {rank} (process {place.pid} on {place.address})"
-        self.pid = place.pid
+        self.name = f"rank {rank} (process {location.pid} on {location.address})"
+        self.pid = location.pid
         self._ending: str | None = None
 
     def dump_stacks(self) -> None:

@@ -183,15 +183,15 @@ def _data_bytes(handle: RingHandle) -> int:
     return padded(handle.slots * (LINE + padded(handle.slot_bytes)), PAGE) + NUM_SPILLS * MAX_MESSAGE_BYTES
 
 
-def _commit(fd: int, offset: int, size: int, what: str) -> None:
+def _commit(fd: int, offset: int, size: int, purpose: str) -> None:
     """Make the kernel reserve memory now; otherwise it would kill a process later."""
     free = available_memory()
     if size > free:
-        raise MemoryError(f"{what}: the ring needs {size >> 20} MiB of shared memory, {free >> 20} MiB are free")
+        raise MemoryError(f"{purpose}: the ring needs {size >> 20} MiB of shared memory, {free >> 20} MiB are free")
     try:
         os.posix_fallocate(fd, offset, size)
     except OSError as error:
-        raise MemoryError(f"{what}: the ring gets no {size >> 20} MiB of shared memory: {error}") from error
+        raise MemoryError(f"{purpose}: the ring gets no {size >> 20} MiB of shared memory: {error}") from error
 
 
 def _start_of(pid: int) -> int | None:

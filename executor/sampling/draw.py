@@ -68,29 +68,29 @@ def filter_weights(
         keep(weights, threshold, scratch)
         largest = torch.where(largest >= threshold, largest, 0.0)
     if top_p is not None:
-        wanted = cumulative(weights)[:, -1:] * top_p
-        keep(weights, _nucleus(weights, scratch, largest[:, :CANDIDATES], wanted, top_p < 1), scratch)
+        target_sum = cumulative(weights)[:, -1:] * top_p
+        keep(weights, _nucleus(weights, scratch, largest[:, :CANDIDATES], target_sum, top_p < 1), scratch)
 
 
-def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, wanted: Tensor, is_on: Tensor) -> Tensor:
-    """Return the largest threshold at which the kept weights reach `wanted`, [R, 1]; 0 where the filter is off."""
+def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, target_sum: Tensor, is_on: Tensor) -> Tensor:
+    """Return the largest threshold at which the kept weights reach `target_sum`, [R, 1]; 0 where the filter is off."""
     sums = largest.double().cumsum(-1)
-    index = (sums < wanted).sum(-1, keepdim=True)
+    index = (sums < target_sum).sum(-1, keepdim=True)
     threshold = torch.where(is_on, largest.gather(1, index.clamp(max=largest.shape[1] - 1)), 0.0)
-    rows = (is_on & (sums[:, -1:] < wanted)).view(-1).nonzero().view(-1)
+    rows = (is_on & (sums[:, -1:] < target_sum)).view(-1).nonzero().view(-1)
     if len(rows):
-        threshold[rows] = _bisect(weights[rows], scratch[: len(rows)], wanted[rows])
+        threshold[rows] = _bisect(weights[rows], scratch[: len(rows)], target_sum[rows])
     return threshold
 
 
-def _bisect(weights: Tensor, scratch: Tensor, wanted: Tensor) -> Tensor:
+def _bisect(weights: Tensor, scratch: Tensor, target_sum: Tensor) -> Tensor:
     """Compute `_nucleus` by bisection over the bits of the threshold, until one float is left."""
-    low = torch.zeros(len(weights), 1, dtype=torch.int32, device=weights.device)  # the kept sum reaches `wanted`
-    high = torch.full_like(low, _ONE_AS_INT + 1)  # nothing is kept, so the sum does not reach `wanted`
+    low = torch.zeros(len(weights), 1, dtype=torch.int32, device=weights.device)  # the kept sum reaches `target_sum`
+    high = torch.full_like(low, _ONE_AS_INT + 1)  # nothing is kept, so the sum does not reach `target_sum`
     for _ in range(_ONE_AS_INT.bit_length()):
         middle = low + (high - low) // 2
         torch.ge(weights, middle.view(torch.float32), out=scratch)
-        reached = cumulative(scratch.mul_(weights))[:, -1:] >= wanted
+        reached = cumulative(scratch.mul_(weights))[:, -1:] >= target_sum
         low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
     return low.view(torch.float32)
 

@@ -44,7 +44,7 @@ from penstock.executor.step.inputs import DeviceInputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 
-Made = TypeVar("Made")
+Results = TypeVar("Results")
 
 # Up to 32 rows a step is bound by reading weights, so padding is cheap; beyond that every row costs.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
@@ -67,7 +67,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def capture(self, call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
+    def capture(self, call: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
         """Record what `call` launches, without running it. The returned tensors keep their addresses for the graph's
         lifetime; every replay writes to them."""
         if self._pool is None:
@@ -78,8 +78,8 @@ class CudaGraphs:
             naming_options("CUDA graphs", "lower gpu_memory_utilization or kv_cache_bytes, or set enforce_eager"),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
-            made = call()
-        return graph, made
+            results = call()
+        return graph, results
 
 
 class StepGraphs:
@@ -131,23 +131,23 @@ class StepGraphs:
         index = bisect_left(sizes, layout.num_tokens, key=lambda size: size.tokens)
         return sizes[index] if is_fit and index < len(sizes) else None
 
-    def forward(self, size: PaddedSize, layout: Layout, numbers: np.ndarray | None) -> None:
+    def forward(self, size: PaddedSize, layout: Layout, adapter_numbers: np.ndarray | None) -> None:
         """Compute the hidden states of a step; `results` returns them, and the next call overwrites them.
 
-        numbers [R]: the rows' adapters; None if no row has one."""
+        adapter_numbers [R]: the rows' adapters; None if no row has one."""
         self._inputs.send_padded(layout, size)
-        self._last = self._captured[size, numbers is not None]
-        if self._last.adapted is not None and numbers is not None:
-            self._last.adapted.set(numbers, layout.query_starts)
+        self._last = self._captured[size, adapter_numbers is not None]
+        if self._last.adapted is not None and adapter_numbers is not None:
+            self._last.adapted.set(adapter_numbers, layout.query_starts)
         self._last.forward.replay()
 
     def results(self, size: PaddedSize, layout: Layout) -> tuple[Samples, Tensor]:
         """Return the inputs of sampling, and the hidden states of the rows that sample, of the last `forward`."""
         assert self._last is not None
-        (hidden, made), rows = self._last.made, len(layout.slots)
+        (hidden, row_tensors), rows = self._last.outputs, len(layout.slots)
         if size.has_prompts:
-            return self._inputs.select_samples(size.rows, int(layout.samples.sum()), hidden, made)
-        return Samples(made.targets[:rows], tuple(tensor[:rows] for tensor in made.draw())), hidden[:rows]
+            return self._inputs.select_samples(size.rows, int(layout.samples.sum()), hidden, row_tensors)
+        return Samples(row_tensors.targets[:rows], tuple(tensor[:rows] for tensor in row_tensors.draw())), hidden[:rows]
 
     def sample(self, rows: int) -> tuple[Tensor, Tensor]:
         """Sample for the last `forward`, of a decode step: return the tokens [R], which are also written to the token
@@ -163,36 +163,36 @@ class StepGraphs:
     def _capture(self, size: PaddedSize, adapted: SlotRuns | None) -> "_Captured":
         """Capture a size with padding rows only, which read nothing and write to addresses that are never read."""
         self._inputs.send_padded(Layout([]), size)
-        made = self._compute(size, adapted)  # runs what happens only on a first call, outside of the graph
+        outputs = self._compute(size, adapted)  # runs what happens only on a first call, outside of the graph
         if not size.has_prompts:
-            self._draw(*made)
-        forward, made = self._forward_pool.capture(partial(self._compute, size, adapted))
+            self._draw(*outputs)
+        forward, outputs = self._forward_pool.capture(partial(self._compute, size, adapted))
         forward.replay()  # uploads the graph to the device, and computes the input of the draw
         if size.has_prompts:
-            return _Captured(adapted, forward, made, None)
-        draw = self._draw_pool.capture(lambda: self._draw(*made))
+            return _Captured(adapted, forward, outputs, None)
+        draw = self._draw_pool.capture(lambda: self._draw(*outputs))
         draw[0].replay()
-        return _Captured(adapted, forward, made, draw)
+        return _Captured(adapted, forward, outputs, draw)
 
     def _compute(self, size: PaddedSize, adapted: SlotRuns | None) -> tuple[Tensor, RowTensors]:
-        batch, made = self._inputs.compute_padded(size, self._max_context)
-        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(made)
+        batch, row_tensors = self._inputs.compute_padded(size, self._max_context)
+        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(row_tensors)
 
-    def _draw(self, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Tensor]:
+    def _draw(self, hidden: Tensor, row_tensors: RowTensors) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden)
         if logits is None:  # the first rank draws for all
-            tokens, largest = torch.empty_like(made.targets), hidden.new_empty(len(hidden))
+            tokens, largest = torch.empty_like(row_tensors.targets), hidden.new_empty(len(hidden))
         else:
-            tokens, largest = self._choose(logits, *made.draw())
+            tokens, largest = self._choose(logits, *row_tensors.draw())
         self._group.broadcast(tokens)
-        self._tokens.index_copy_(0, made.targets, tokens.to(torch.int32))
+        self._tokens.index_copy_(0, row_tensors.targets, tokens.to(torch.int32))
         return tokens, largest
 
 
-def without_tokens(made: RowTensors) -> RowTensors:
+def without_tokens(row_tensors: RowTensors) -> RowTensors:
     """Drop the tensors that only the forward pass reads, so that other graphs can reuse their memory."""
-    nothing = made.tokens[:0]
-    return made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
+    nothing = row_tensors.tokens[:0]
+    return row_tensors._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
 
 
 class _Captured(NamedTuple):
@@ -200,5 +200,5 @@ class _Captured(NamedTuple):
 
     adapted: SlotRuns | None
     forward: torch.cuda.CUDAGraph
-    made: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
+    outputs: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
     draw: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None  # and its results; only for decode steps

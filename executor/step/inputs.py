@@ -91,8 +91,8 @@ class HostInputs:
     def flush(self) -> None:
         """Send changes of requests to the device after a step without rows."""
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Samples]:
-        """Return the model's inputs. wanted [W]: indices of tokens whose hidden state is needed, ascending."""
+    def prepare(self, layout: Layout, output_indices: np.ndarray) -> tuple[ForwardBatch, Samples]:
+        """Return the model's inputs. output_indices [W]: indices of tokens whose hidden state is needed, ascending."""
         slot_of = layout.slots[layout.row_of]
         is_skipped = layout.positions < layout.write_from[layout.row_of] if layout.write_from.any() else None
         tokens = torch.from_numpy(self._tokens[slot_of, layout.positions])
@@ -100,10 +100,10 @@ class HostInputs:
         positions, starts, contexts = (
             _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens)
         )
-        asked = None if len(wanted) == layout.num_tokens else _tensor(wanted)
+        indices = None if len(output_indices) == layout.num_tokens else _tensor(output_indices)
         others = tuple(self._in_blocks(table, layout, slot_of, is_skipped) for table in self._others)
         tensors = tokens, positions, kv_slots, starts, contexts, tables
-        batch = _make_batch(layout, tensors, asked, others, self._group_of, self._state_batch(layout))
+        batch = _make_batch(layout, tensors, indices, others, self._group_of, self._state_batch(layout))
         targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
         return batch, Samples(_tensor(targets), None)
 
@@ -145,7 +145,7 @@ class DeviceInputs:
         self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device, cache_layout)
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
-        # Numbers per row: five if it samples; per token: one if it is wanted; per run: three and its content.
+        # Numbers per row: five if it samples; per token: one if its hidden state is needed; per run: three and its content.
         size = PackedStep.size(num_slots) + num_slots + max_tokens + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
@@ -173,23 +173,23 @@ class DeviceInputs:
     def flush(self) -> None:
         self._send([])
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Samples]:
+    def prepare(self, layout: Layout, output_indices: np.ndarray) -> tuple[ForwardBatch, Samples]:
         rows, samples = len(layout.slots), np.flatnonzero(layout.samples)
-        has_all = len(wanted) == layout.num_tokens
-        extra = [samples] if has_all else [samples, wanted]
+        has_all = len(output_indices) == layout.num_tokens
+        extra = [samples] if has_all else [samples, output_indices]
         self._send([[rows, 0, 0, 0], layout.query_starts, layout.slots, layout.starts, layout.write_from, *extra])
         packed = PackedStep(self._packed, rows)
         sampled = packed.more(0, len(samples)).long()
-        asked = None if has_all else packed.more(len(samples), len(wanted)).long()
+        indices = None if has_all else packed.more(len(samples), len(output_indices)).long()
         longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
-        made, others = self._prepare(rows, layout.num_tokens, longest, width)
-        drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
+        row_tensors, others = self._prepare(rows, layout.num_tokens, longest, width)
+        drawn = tuple(tensor.index_select(0, sampled) for tensor in row_tensors.draw())
         states = self._state_batch(rows)
         if states is not None and layout.has_drafts:
             firsts = send(layout.chains()[0], self.tokens.device)
             states = StateBatch(*(each.index_select(0, firsts) for each in states))
-        batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, states)
-        return batch, Samples(made.targets.index_select(0, sampled), drawn)
+        batch = _make_batch(layout, self._tensors(row_tensors), indices, others, self._group_of, states)
+        return batch, Samples(row_tensors.targets.index_select(0, sampled), drawn)
 
     def send_padded(self, layout: Layout, size: PaddedSize) -> None:
         """Send the rows of a step, padded to `size`; the header's row count excludes the padding. Every padding row has
@@ -209,10 +209,10 @@ class DeviceInputs:
         """Return the batch of the rows sent last, with block tables as wide as any step needs. Padding has context 0
         and writes to block 0."""
         rows, tokens, has_prompts = size
-        made, others = self._prepare(rows, tokens, tokens if has_prompts else 1, self._state.offsets.max_blocks)
+        row_tensors, others = self._prepare(rows, tokens, tokens if has_prompts else 1, self._state.offsets.max_blocks)
         batch = ForwardBatch(
-            *self._tensors(made),
-            wanted=None,
+            *self._tensors(row_tensors),
+            output_indices=None,
             num_single_rows=rows,
             query_lens=(),
             query_contexts=(),
@@ -229,21 +229,21 @@ class DeviceInputs:
                 query_contexts=(max_context,) * rows,
                 single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
             )
-        return batch, made
+        return batch, row_tensors
 
-    def select_samples(self, rows: int, num_samples: int, hidden: Tensor, made: RowTensors) -> tuple[Samples, Tensor]:
+    def select_samples(self, rows: int, num_samples: int, hidden: Tensor, inputs: RowTensors) -> tuple[Samples, Tensor]:
         """Return the inputs of sampling and its hidden states as copies, for the rows that `send_padded` sent last."""
         sampled, last = PackedStep(self._packed, rows).more(0, 2 * num_samples).long().view(2, num_samples)
-        drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
-        return Samples(made.targets.index_select(0, sampled), drawn), hidden.index_select(0, last)
+        drawn = tuple(tensor.index_select(0, sampled) for tensor in inputs.draw())
+        return Samples(inputs.targets.index_select(0, sampled), drawn), hidden.index_select(0, last)
 
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
         """Call `InputOps.prepare` for each attention group; of later groups only the block-related tensors are kept."""
         sizes = rows, tokens, longest, table_width
         first, *rest = self._state.groups
-        made = self._ops.prepare(self._packed, self._state.flat, first, *sizes)
+        row_tensors = self._ops.prepare(self._packed, self._state.flat, first, *sizes)
         others = [self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in rest]
-        return made, tuple((other.kv_slots, other.block_tables) for other in others)
+        return row_tensors, tuple((other.kv_slots, other.block_tables) for other in others)
 
     @property
     def has_states(self) -> bool:
@@ -264,9 +264,9 @@ class DeviceInputs:
         read, write = (pages[:, half].clone(memory_format=torch.contiguous_format) for half in range(2))
         return StateBatch(read, write, starts == 0)
 
-    def _tensors(self, made: RowTensors) -> BatchTensors:
-        starts = PackedStep(self._packed, len(made.context_lens)).query_starts
-        return made.tokens, made.positions, made.kv_slots, starts, made.context_lens, made.block_tables
+    def _tensors(self, inputs: RowTensors) -> BatchTensors:
+        starts = PackedStep(self._packed, len(inputs.context_lens)).query_starts
+        return inputs.tokens, inputs.positions, inputs.kv_slots, starts, inputs.context_lens, inputs.block_tables
 
     def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:
         """Send everything in one copy, except for runs that exceed it: those of very long prompts."""
@@ -328,7 +328,7 @@ def _tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
 def _make_batch(
     layout: Layout,
     tensors: BatchTensors,
-    wanted: Tensor | None,
+    output_indices: Tensor | None,
     others: GroupTensors,
     group_of: tuple[int, ...],
     states: StateBatch | None,
@@ -342,7 +342,7 @@ def _make_batch(
         chains = Chains(send(starts.astype(np.int32), tensors[0].device), alone, tuple(counts[alone:].tolist()))
     return ForwardBatch(
         *tensors,
-        wanted=wanted,
+        output_indices=output_indices,
         num_single_rows=singles,
         query_lens=tuple(layout.counts[singles:].tolist()),
         query_contexts=tuple(contexts[singles:]),

@@ -33,7 +33,7 @@ RELEASE_WAIT_S, RELEASE_POLL_S = 20.0, 0.5
 
 
 @contextmanager
-def naming_options(what: str, options: str) -> Iterator[None]:
+def naming_options(purpose: str, options: str) -> Iterator[None]:
     """Turn out-of-memory errors into ExecutorErrors that name the purpose and the options to change. Of nested contexts
     the outermost one decides the message."""
     try:
@@ -43,17 +43,17 @@ def naming_options(what: str, options: str) -> Iterator[None]:
             free_bytes, left_bytes = available_memory(), address_space_left()
             if left_bytes is not None and left_bytes < free_bytes:
                 raise ExecutorError(
-                    f"the limit on the address space of this process (RLIMIT_AS, ulimit -v) does not suffice for {what}: "
+                    f"the limit on the address space of this process (RLIMIT_AS, ulimit -v) does not suffice for {purpose}: "
                     f"{left_bytes / 2**30:.1f} GiB are left of it, and {free_bytes / 2**30:.1f} GiB of memory are free"
                 ) from error
             raise ExecutorError(
-                f"the memory does not suffice for {what} ({free_bytes / 2**30:.1f} GiB are free): {options}"
+                f"the memory does not suffice for {purpose} ({free_bytes / 2**30:.1f} GiB are free): {options}"
             ) from error
         # If the error occurs during a capture, ending the capture fails too, and that error is raised instead.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
-        raise ExecutorError(f"the GPU's memory does not suffice for {what}: {options}. {cause}") from error
+        raise ExecutorError(f"the GPU's memory does not suffice for {purpose}: {options}. {cause}") from error
 
 
 def _is_out_of_main_memory(error: Exception) -> bool:

@@ -99,9 +99,9 @@ class Rebalancer:
                 return
             yield True
 
-    def _follow(self, numbers: torch.Tensor) -> Generator[bool, None, bool]:
+    def _follow(self, received: torch.Tensor) -> Generator[bool, None, bool]:
         """Move layer by layer to the plan that was received; return False if a transfer failed on any rank."""
-        phy2log, weight = numbers.cpu().numpy().reshape(2, *self._plan.phy2log.shape)
+        phy2log, weight = received.cpu().numpy().reshape(2, *self._plan.phy2log.shape)
         target = self._plan.with_(phy2log, weight)
         self._agree_on(target)
         moved = transfers(self._plan, target, self._plan.ranks)

@@ -188,24 +188,24 @@ class ModelRunner:
 
     def _compute(self, layout: Layout, launched: LaunchedStep) -> None:
         asks = self._asks_more[layout.slots].any()
-        numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
-        numbers = None if numbers is None or not numbers.any() else numbers
+        adapter_numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
+        adapter_numbers = None if adapter_numbers is None or not adapter_numbers.any() else adapter_numbers
         if self._graphs is not None and not asks and (size := self._graphs.size_for(layout)):
-            self._graphs.forward(size, layout, numbers)
+            self._graphs.forward(size, layout, adapter_numbers)
             self._sample_by_graph(self._graphs, size, layout, launched)
             return
         last = layout.query_starts[1:] - 1
-        wanted = self._wanted(layout) if asks else last[layout.samples]
-        batch, ends = self._inputs.prepare(layout, wanted)
-        if self._adapters is not None and numbers is not None:
-            adapters, wanted_adapters = self._adapters.of_step(numbers, layout.query_starts, wanted)
-            batch = replace(batch, adapters=adapters, wanted_adapters=wanted_adapters)
+        output_indices = self._output_indices(layout) if asks else last[layout.samples]
+        batch, ends = self._inputs.prepare(layout, output_indices)
+        if self._adapters is not None and adapter_numbers is not None:
+            adapters, output_adapters = self._adapters.of_step(adapter_numbers, layout.query_starts, output_indices)
+            batch = replace(batch, adapters=adapters, output_adapters=output_adapters)
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
-                first, end = np.searchsorted(wanted, layout.query_starts[row : row + 2]).tolist()
+                first, end = np.searchsorted(output_indices, layout.query_starts[row : row + 2]).tolist()
                 self._answer_more(layout, row, hidden[first:end], launched)
-            hidden = hidden[send(np.searchsorted(wanted, last[layout.samples]), self._device)]
+            hidden = hidden[send(np.searchsorted(output_indices, last[layout.samples]), self._device)]
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
@@ -223,7 +223,7 @@ class ModelRunner:
         launched.sampled.post(self._outbox)
         launched.sampled_rows = layout.order.tolist()
 
-    def _wanted(self, layout: Layout) -> np.ndarray:
+    def _output_indices(self, layout: Layout) -> np.ndarray:
         """Return ascending indices of tokens whose hidden state is needed, if some rows ask for more than a sample."""
         need: np.ndarray = self._asks_all[layout.slots][layout.row_of]
         need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
@@ -254,13 +254,13 @@ class ModelRunner:
     ) -> None:
         """Compute log-probabilities from the hidden [n, hidden] of positions start …, which predict the next tokens."""
         chosen = self._inputs.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
-        found = launched.result.prompt_logprobs[index] = []
+        logprobs = launched.result.prompt_logprobs[index] = []
         for first in range(0, len(hidden), PROMPT_LOGPROB_ROWS):
             part = slice(first, first + PROMPT_LOGPROB_ROWS)
             logits = self._model.logits(hidden[part])
             if logits is not None:
                 try:
-                    found += prompt_logprobs(logits, chosen[part], num)
+                    logprobs += prompt_logprobs(logits, chosen[part], num)
                 except ValueError as error:  # continue like the other ranks, which do not know of it
                     launched.result.errors.setdefault(index, str(error))
 

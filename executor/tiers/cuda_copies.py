@@ -93,7 +93,7 @@ class CudaCopier:
         return end
 
 
-def _wait(stream: torch.cuda.Stream, ends: dict[int, torch.cuda.Event], numbers: Iterable[int]) -> None:
+def _wait(stream: torch.cuda.Stream, ends: dict[int, torch.cuda.Event], blocks: Iterable[int]) -> None:
     """Make a stream wait for the copies that used these blocks; later work waits for this stream or for the copies."""
-    for event in {ends.pop(number) for number in numbers if number in ends}:
+    for event in {ends.pop(number) for number in blocks if number in ends}:
         stream.wait_event(event)

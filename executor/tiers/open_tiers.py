@@ -150,12 +150,12 @@ def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> An
 
 
 @contextlib.contextmanager
-def _naming(given: str) -> Iterator[None]:
+def _naming(setting: str) -> Iterator[None]:
     """Turn an OSError into an ExecutorError that names the option and its value."""
     try:
         yield
     except OSError as error:
-        raise ExecutorError(f"{given}: {error.strerror or error}") from None
+        raise ExecutorError(f"{setting}: {error.strerror or error}") from None
 
 
 def _secret(config: ExecutorConfig) -> str:

@@ -171,12 +171,12 @@ class RankTransfers:
     def _report(self, num_copied: int, seconds: float) -> TransferResult:
         self._poll()
         changes = {name: store.changes() for name, store in self._stores.items()}
-        found = {name: came for name, (came, _) in changes.items() if came}
+        readable = {name: came for name, (came, _) in changes.items() if came}
         lost = {name: went for name, (_, went) in changes.items() if went}
         if self._served is not None:
-            self._served.note_disk(found.get(DISK, ()), lost.get(DISK, ()))
+            self._served.note_disk(readable.get(DISK, ()), lost.get(DISK, ()))
         done, self._done = self._done, []
-        return TransferResult(done, found, lost, num_copied, seconds, self._stats())
+        return TransferResult(done, readable, lost, num_copied, seconds, self._stats())
 
     def _stats(self) -> dict[str, dict[str, float]]:
         """Return statistics at intervals, and when a store has become available or unavailable."""
@@ -184,8 +184,8 @@ class RankTransfers:
         if now_s < self._stats_at_s and are_open == self._were_open:
             return {}
         self._stats_at_s, self._were_open = now_s + STATS_EVERY_S, are_open
-        stats = {name: _numbers(store.stats()) for name, store in self._stores.items()}
-        return stats if self._server is None else stats | {SERVED: _numbers(self._server.stats())}
+        stats = {name: _flatten(store.stats()) for name, store in self._stores.items()}
+        return stats if self._server is None else stats | {SERVED: _flatten(self._server.stats())}
 
 
 class NumpyCopier:
@@ -239,15 +239,15 @@ class ResultMerger:
                     completions.append((ticket, all_ok and ok))
                 else:
                     self._open[ticket] = (count + 1, all_ok and ok)
-        found, lost = self._changes(results)
+        readable, lost = self._changes(results)
         num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
         slowest_s = max((result.copy_s for result in results), default=0.0)
-        return TransferResult(completions, found, lost, num_copied, slowest_s)
+        return TransferResult(completions, readable, lost, num_copied, slowest_s)
 
     def _changes(self, results: Sequence[TransferResult]) -> tuple[dict[str, list[bytes]], dict[str, list[bytes]]]:
         before: dict[tuple[str, bytes], bool] = {}
         for result in results:
-            for changes, step in ((result.found, 1), (result.lost, -1)):
+            for changes, step in ((result.readable, 1), (result.lost, -1)):
                 for name, keys in changes.items():
                     has = self._has.setdefault(name, Counter())
                     for key in keys:
@@ -255,22 +255,22 @@ class ResultMerger:
                         has[key] += step
                         if has[key] == 0:
                             del has[key]
-        found: dict[str, list[bytes]] = {}
+        readable: dict[str, list[bytes]] = {}
         lost: dict[str, list[bytes]] = {}
         for (name, key), was_there in before.items():
             is_there = self._has[name][key] == self._num_ranks
             if is_there != was_there:
-                (found if is_there else lost).setdefault(name, []).append(key)
-        return found, lost
+                (readable if is_there else lost).setdefault(name, []).append(key)
+        return readable, lost
 
 
-def _numbers(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:
+def _flatten(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """Flatten statistics, joining names by underscores; values that are not numbers are dropped."""
-    numbers: dict[str, float] = {}
+    flat: dict[str, float] = {}
     for name, value in stats.items():
         name = prefix + name.replace(" ", "_")
         if isinstance(value, dict):
-            numbers |= _numbers(value, f"{name}_")
+            flat |= _flatten(value, f"{name}_")
         elif isinstance(value, int | float):
-            numbers[name] = float(value)
-    return numbers
+            flat[name] = float(value)
+    return flat

@@ -69,11 +69,11 @@ def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are
 
 def test_a_key_is_in_a_store_while_every_rank_has_it() -> None:
     merge = ResultMerger(2)
-    assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {}
-    assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {"disk": [key(1)]}
+    assert merge.merge([TransferResult(readable={"disk": [key(1)]})]).readable == {}
+    assert merge.merge([TransferResult(readable={"disk": [key(1)]})]).readable == {"disk": [key(1)]}
     assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {"disk": [key(1)]}
     assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {}
-    back = TransferResult(found={"disk": [key(1)]})
+    back = TransferResult(readable={"disk": [key(1)]})
     assert merge.merge([back, back, TransferResult(lost={"disk": [key(1)]})]) == TransferResult()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import plain_weight
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -20,7 +20,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def product_of(
     weight: torch.Tensor, bias: torch.Tensor | None = None, num_threads: int | None = None, level: str | None = None
 ) -> CpuProduct:
-    return CpuProduct([numbers(weight)], weight.dtype, bias, num_threads, level)
+    return CpuProduct([plain_weight(weight)], weight.dtype, bias, num_threads, level)
 
 
 @every_level

@@ -77,12 +77,12 @@ def test_ranks_on_a_gpu_are_given_up_after_the_time_of_a_gpu(monkeypatch: pytest
 
 
 def test_a_step_without_rows_is_done_when_every_rank_has_said_what_its_stores_hold() -> None:
-    found = TransferResult(found={"disk": [b"key"]})
+    found = TransferResult(readable={"disk": [b"key"]})
     ranks = Ranks(*(Done(rank, StepResult(0, [], transfers=found)) for rank in range(3)))
     executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
     executor.submit(Step(0, [], []))
     transfers = executor.collect().transfers
-    assert transfers is not None and transfers.found == {"disk": [b"key"]}
+    assert transfers is not None and transfers.readable == {"disk": [b"key"]}
 
 
 def test_statistics_of_stores_are_those_of_the_first_rank() -> None:

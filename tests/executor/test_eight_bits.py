@@ -12,7 +12,7 @@ from penstock.executor.kernels import FusedExperts
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
 from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import Weight, numbers
+from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.protocol import Step, Transfers
 from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
@@ -131,7 +131,7 @@ def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]]
         assert blocks.scales is not None
         expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
         assert torch.equal(dequantize(blocks.codes, blocks.scales[:, :2]), expected)
-    assert join_blocks([*parts, numbers(torch.zeros(128, 256))], CPU) is None
+    assert join_blocks([*parts, plain_weight(torch.zeros(128, 256))], CPU) is None
     assert join_blocks([parts[0].narrow(1, 64, 128)], CPU) is None
     assert join_blocks([parts[0].narrow(1, 0, 64)], CPU) is None
 

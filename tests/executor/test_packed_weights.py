@@ -95,7 +95,7 @@ def test_rows_that_alternate_between_kinds_are_sorted_as_codes(kind: str, is_gpu
             "MXFP4" if is_gpu else "all",
         )
         layers.append(weights.linear(columns, Matrix("q_proj", rows, pieces=pieces)))
-        dequantized.append(weights.made.num_bytes["widened"])
+        dequantized.append(weights.linear_maker.num_bytes["widened"])
     is_first = torch.arange(rows) % turn < sizes[0]
     order = torch.cat([is_first.nonzero(), (~is_first).nonzero()]).flatten()
     x = torch.eye(columns) if is_gpu else random(3, columns, seed=2)  # sums of torch may depend on the column

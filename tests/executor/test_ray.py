@@ -120,13 +120,13 @@ def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program,
 def test_a_rank_that_cannot_be_reached_is_not_asked_for_its_stacks() -> None:
     """Beyond a cut cable: the executor that gives up has to say why, whichever notices first, it or the connection."""
     from penstock.executor.ranks.network import Hub
-    from penstock.executor.ranks.ray_executor import ActorProcess, Place
+    from penstock.executor.ranks.ray_executor import ActorProcess, Location
 
     hub = Hub("127.0.0.1")
     try:
         with pytest.raises(ConnectionError, match="rank 0 cannot be reached"):
             hub.send(0, [b"anything"])
-        ActorProcess(0, Place("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
+        ActorProcess(0, Location("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
     finally:
         hub.close()
 

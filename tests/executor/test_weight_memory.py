@@ -11,7 +11,7 @@ import torch
 
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.kernels.cpu_product import CpuProduct
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.step.memory import allocate_kv
 from penstock.executor.weight_memory import ALIGNMENT, REGION, allocate
 from tests.support.coded import coded
@@ -39,7 +39,7 @@ def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_as
     weight, _ = coded(np.random.default_rng(0), (64, 512), "Q4_1")
     tensors = [
         CpuProduct([weight], torch.float32).weights[0].codes,
-        CpuProduct([numbers(torch.zeros(64, 512))], torch.float32).weights[0].codes,
+        CpuProduct([plain_weight(torch.zeros(64, 512))], torch.float32).weights[0].codes,
         allocate_kv(64, 2, 2, 16, 64, torch.float32, torch.device("cpu")),
     ]
     for tensor in tensors:

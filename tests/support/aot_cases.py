@@ -21,7 +21,7 @@ from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps
 from penstock.executor.kernels.gpu_formats import MXFP4, Packed
 from penstock.executor.kernels.state import StateLayout
 from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import Weight, numbers
+from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.recurrent import Layer, States, batch_of
 
@@ -40,7 +40,7 @@ def batch(singles: int, prompts: int, context: int = 4096) -> ForwardBatch:
         query_starts=torch.zeros(rows + 1, dtype=torch.int32),
         context_lens=torch.zeros(rows, dtype=torch.int32),
         block_tables=torch.zeros(rows, context // PAGE, dtype=torch.int32),
-        wanted=None,
+        output_indices=None,
         num_single_rows=singles,
         query_lens=(64,) * prompts,
         query_contexts=(context,) * prompts,
@@ -72,7 +72,7 @@ def attention(
 
 
 def plain_linear(tokens: int, width: int, depth: int, dtype: torch.dtype = BF16) -> None:
-    OPS.linear(torch.zeros(tokens, depth, dtype=dtype), numbers(torch.empty(width, depth, dtype=dtype)))
+    OPS.linear(torch.zeros(tokens, depth, dtype=dtype), plain_weight(torch.empty(width, depth, dtype=dtype)))
 
 
 def coded_linear(tokens: int, width: int, depth: int) -> None:
@@ -141,7 +141,7 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
     gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
     down = torch.empty(num, width, inner, dtype=dtype)
     hidden = torch.zeros(tokens, width, dtype=dtype)
-    OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), numbers(gate_up), numbers(down), 0, "silu")
+    OPS.fused_experts(hidden, slots, torch.zeros(tokens, top_k), plain_weight(gate_up), plain_weight(down), 0, "silu")
 
 
 def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> None:

@@ -48,7 +48,7 @@ class Cache:
             query_starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
             context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
             block_tables=self.tables[[row for row, _, _ in rows]],
-            wanted=None,
+            output_indices=None,
             num_single_rows=singles,
             query_lens=tuple(lens[singles:]),
             query_contexts=tuple(contexts[singles:]),

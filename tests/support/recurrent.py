@@ -100,7 +100,7 @@ def batch_of(
         query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         context_lens=unused,
         block_tables=unused,
-        wanted=None,
+        output_indices=None,
         num_single_rows=singles,
         query_lens=tuple(counts[singles:]),
         query_contexts=tuple(counts[singles:]),

@@ -169,23 +169,23 @@ def _prefill(
     if SHAPE.has_window:
         low = tl.maximum(0, first + 1 - window) // COLUMNS * COLUMNS
     state = empty_softmax(ROWS, block_of(SHAPE.value_dim))
-    numbers = scale, cap, window
+    scaling = scale, cap, window
     if SPLIT:
         state = _with_sinks(state, sinks_ptr, own, is_pair, SHAPE)
         for part in range(low // SPLIT, tl.cdiv(end, SPLIT)):
             span = tl.maximum(low, part * SPLIT), tl.minimum(end - part * SPLIT, SPLIT) + part * SPLIT, first
-            made = empty_softmax(ROWS, block_of(SHAPE.value_dim))
-            made = _attend(made, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, AHEAD, "edge")
-            state = merge_softmax(state, made)
+            part_sums = empty_softmax(ROWS, block_of(SHAPE.value_dim))
+            part_sums = _attend(part_sums, queries, position, keys, span, scaling, SHAPE, PAGES, COLUMNS, AHEAD, "edge")
+            state = merge_softmax(state, part_sums)
     else:
         whole = low
         # Every token of the tile sees all positions before `whole`: no mask. Latents leave no registers for two loops.
         if not SHAPE.has_window and SHAPE.kind != "latent":
             whole = (first + 1) // COLUMNS * COLUMNS
             span = low, whole, first
-            state = _attend(state, queries, position, keys, span, numbers, SHAPE, PAGES, COLUMNS, AHEAD, "whole")
+            state = _attend(state, queries, position, keys, span, scaling, SHAPE, PAGES, COLUMNS, AHEAD, "whole")
         state = _attend(
-            state, queries, position, keys, (whole, end, first), numbers, SHAPE, PAGES, COLUMNS, AHEAD, "edge"
+            state, queries, position, keys, (whole, end, first), scaling, SHAPE, PAGES, COLUMNS, AHEAD, "edge"
         )
         state = _with_sinks(state, sinks_ptr, own, is_pair, SHAPE)
     value = tl.arange(0, block_of(SHAPE.value_dim))
@@ -248,7 +248,7 @@ def _attend(
     position,
     keys,
     span,
-    numbers,
+    scaling,
     SHAPE: tl.constexpr,
     PAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -265,7 +265,7 @@ def _attend(
     the subtraction of the maximum, and round once instead of twice.
     """
     start, end, first = span  # `first`: the smallest position of a query
-    scale, cap, window = numbers
+    scale, cap, window = scaling
     q, q_rope = queries
     pointers, table_ptr = keys
     best, total, acc = state

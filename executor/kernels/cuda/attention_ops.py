@@ -35,7 +35,7 @@ class Attention(NamedTuple):
     v_pages: Tensor
     sinks: Tensor | None
     out: Tensor
-    numbers: tuple[Any, ...]  # scale, cap and window of the kernels
+    scaling: tuple[Any, ...]  # scale, cap and window of the kernels
     shape: AttentionShape
     split: int  # positions that are summed together; 0: whatever fills the GPU
 
@@ -65,15 +65,15 @@ def paged_attention(
     has = window is not None, sinks is not None, cap is not None
     shape = AttentionShape("paged", kv_heads, group, dim, 0, dim, *has)
     scales = (scale, 0.0) if cap is None else (2 * scale / cap, cap)
-    numbers = *(each * LOG2_E for each in scales), window or 0
+    scaling = *(each * LOG2_E for each in scales), window or 0
     split = 0 if not is_fixed else FIXED_SPLIT if dim <= 128 else UNSPLIT
-    given = Attention(q, k_pages, v_pages, sinks, out, numbers, shape, split)
+    attention = Attention(q, k_pages, v_pages, sinks, out, scaling, shape, split)
     if singles.num_single_rows:
         tile = decode_tile(group, dim, itemsize, k_pages.element_size())
-        decode(singles, given, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
+        decode(singles, attention, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
     if batch.query_lens:
         tile = prefill_tile(dim, itemsize, k_pages.element_size())
-        prefill(batch, given, fixed_attention_tile(dim, group, itemsize, is_single=False) if is_fixed else tile)
+        prefill(batch, attention, fixed_attention_tile(dim, group, itemsize, is_single=False) if is_fixed else tile)
     return out
 
 
@@ -85,28 +85,28 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     assert latents.shape[2] == width
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     shape = AttentionShape("latent", 1, num_heads, rank, rope_dim, rank)
-    given = Attention(q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0)
+    attention = Attention(q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0)
     if batch.num_single_rows:
-        decode(batch, given, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
+        decode(batch, attention, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
     if batch.query_lens:
-        prefill(batch, given, latent_tile(num_heads, False, q.element_size(), latents.element_size()))
+        prefill(batch, attention, latent_tile(num_heads, False, q.element_size(), latents.element_size()))
     return out
 
 
-def decode(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
-    q, k_pages, v_pages, _, out, numbers, shape, split = given
+def decode(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
+    q, k_pages, v_pages, _, out, scaling, shape, split = attention
     rows, longest = batch.num_single_rows, batch.max_single_context
     tiles = shape.kv_heads * triton.cdiv(shape.group, tile.rows)
     even_splits, programs = num_splits(rows, tiles, longest, split)
-    parts, made, arrivals = max(1, triton.cdiv(longest, split)) if split else programs, out, out
+    parts, partial_sums, arrivals = max(1, triton.cdiv(longest, split)) if split else programs, out, out
     if parts > 1:
         width = min(shape.group, tile.rows) * (shape.value_dim + 2)
-        made = torch.empty(rows * tiles * parts * width, dtype=torch.float32, device=q.device)
+        partial_sums = torch.empty(rows * tiles * parts * width, dtype=torch.float32, device=q.device)
         key = "arrivals", rows * tiles
         arrivals = once(batch, key, lambda: torch.zeros(rows * tiles, dtype=torch.int32, device=q.device))
     kernels._decode[(tiles, programs, rows)](
-        *(q, k_pages, v_pages, given.sinks_or_any, batch.block_tables, batch.context_lens, out),
-        *(made, arrivals, batch.block_tables.stride(0), *numbers, even_splits, parts),
+        *(q, k_pages, v_pages, attention.sinks_or_any, batch.block_tables, batch.context_lens, out),
+        *(partial_sums, arrivals, batch.block_tables.stride(0), *scaling, even_splits, parts),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
         SPLIT=split,
@@ -127,13 +127,13 @@ def num_splits(rows: int, tiles: int, longest: int, split: int) -> tuple[int, in
     return min(even, limit), min(max(even, programs), limit)
 
 
-def prefill(batch: ForwardBatch, given: Attention, tile: Tile) -> None:
-    q, k_pages, v_pages, _, out, numbers, shape, split = given
+def prefill(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
+    q, k_pages, v_pages, _, out, scaling, shape, split = attention
     order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), shape.group, tile)
     starts, contexts = batch.query_starts, batch.context_lens
     kernels._prefill[(shape.kv_heads, len(order))](
-        *(q, k_pages, v_pages, k_pages, given.sinks_or_any, batch.block_tables, starts, contexts),
-        *(starts, order, out, batch.block_tables.stride(0), *numbers, 0, 0, 0),
+        *(q, k_pages, v_pages, k_pages, attention.sinks_or_any, batch.block_tables, starts, contexts),
+        *(starts, order, out, batch.block_tables.stride(0), *scaling, 0, 0, 0),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
         SPLIT=split,

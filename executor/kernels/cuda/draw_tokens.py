@@ -309,8 +309,8 @@ def _draw_from(source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, bou
 
 
 @triton.jit
-def _scores(source_ptr, place, size, top, inverse):
-    x = tl.load(source_ptr + place, mask=place < size, other=-float("inf")).to(tl.float32)
+def _scores(source_ptr, index, size, top, inverse):
+    x = tl.load(source_ptr + index, mask=index < size, other=-float("inf")).to(tl.float32)
     return (x - top) * inverse
 
 
@@ -330,9 +330,9 @@ def _survey(source_ptr, size, top, inverse, bound, cut):
 
 
 @triton.jit
-def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr):
-    """Return the largest score, at least `low`, at which the tokens from there on reach `wanted` (count or weight)."""
-    high = top - top  # 0, the largest score. Invariant: scores >= low reach `wanted`, scores > high do not
+def _search(source_ptr, size, top, inverse, low, target, COUNTS: tl.constexpr):
+    """Return the largest score, at least `low`, at which the tokens from there on reach `target` (count or weight)."""
+    high = top - top  # 0, the largest score. Invariant: scores >= low reach `target`, scores > high do not
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
@@ -348,7 +348,7 @@ def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr):
                 sums += tl.where(is_above, tl.exp(score), 0.0)
             above = tl.minimum(above, tl.where(is_above, score, float("inf")))
             below = tl.maximum(below, tl.where(is_above, -float("inf"), score))
-        reached = tl.sum(sums, 0) >= wanted
+        reached = tl.sum(sums, 0) >= target
         low = tl.where(reached, tl.min(above, 0), low)
         high = tl.where(reached, high, tl.max(below, 0))
     return low

@@ -67,8 +67,8 @@ def expanded_attention(
             starts = F.pad(batch.context_lens[first:end].cumsum(0, dtype=torch.int32), (1, 0))
             gathered = _gather(q, latents, batch.block_tables, first, starts, piece.positions, rope_dim, rank)
         heads = slice(piece.first_head, piece.end_head)
-        made = F.linear(gathered, expand[heads].flatten(0, 1))  # [positions, heads * (nope + value)]
-        _attend(q, latents, made, starts, batch, first_row, piece, scale, out)
+        expanded = F.linear(gathered, expand[heads].flatten(0, 1))  # [positions, heads * (nope + value)]
+        _attend(q, latents, expanded, starts, batch, first_row, piece, scale, out)
     return out
 
 
@@ -88,17 +88,17 @@ def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: in
     return gathered
 
 
-def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -> None:
+def _attend(q, latents, expanded, key_starts, batch, first_row, piece, scale, out) -> None:
     _, num_heads, q_dim = q.shape
     value_dim, heads = out.shape[2], piece.end_head - piece.first_head
-    nope_dim = made.shape[1] // heads - value_dim
+    nope_dim = expanded.shape[1] // heads - value_dim
     rope_dim = q_dim - nope_dim
-    assert q.is_contiguous() and made.is_contiguous()
+    assert q.is_contiguous() and expanded.is_contiguous()
     tile = expanded_tile(q.element_size())
     order = order_tiles(batch, first_row + piece.first, first_row + piece.end, 1, tile)
     shape = AttentionShape("expanded", num_heads, 1, nope_dim, rope_dim, value_dim)
     kernels._prefill[(heads, len(order))](
-        *(q, made, made, latents, q, batch.block_tables, batch.query_starts, batch.context_lens, key_starts),
+        *(q, expanded, expanded, latents, q, batch.block_tables, batch.query_starts, batch.context_lens, key_starts),
         *(order, out, batch.block_tables.stride(0), scale * LOG2_E, 0.0, 0),
         *(first_row, first_row + piece.first, piece.first_head),
         SHAPE=shape,

@@ -41,7 +41,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **keywords: Any) -> None:
         assert len(arguments) == len(self._names), f"{self.name}: {len(arguments)} arguments"
         named = dict(zip(self._names, arguments, strict=True))
         for name, value in named.items():
@@ -52,8 +52,8 @@ class Kernel:
                 is_fine = isinstance(value, float) or (type(value) is int and -(2**31) <= value < 2**31)
                 assert is_fine, f"{self.name}: {name} is {value}, no float and no integer of 32 bits"
         if self._takes_turns:
-            given["launch_pdl"] = is_dependent()
-        self._jit[grid](**named, **given)
+            keywords["launch_pdl"] = is_dependent()
+        self._jit[grid](**named, **keywords)
 
 
 kernel = Kernel

@@ -25,7 +25,7 @@ from penstock.executor.kernels.cuda import (
     rows,
     step_inputs,
 )
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.protocol import ExecutorError
 
 __all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products", "choose_ops", "step_inputs"]
@@ -75,7 +75,7 @@ class InvariantOps(CudaOps):
 
     @staticmethod
     def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        return rows.gate(linear_products.linear(x, numbers(weight), is_fixed=True), activation)
+        return rows.gate(linear_products.linear(x, plain_weight(weight), is_fixed=True), activation)
 
 
 OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()

@@ -155,10 +155,10 @@ def _choose(
 
 @triton.jit
 def _best_groups(
-    wanted, BIASED: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, EXPERT_BINS: tl.constexpr
+    scores, BIASED: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, EXPERT_BINS: tl.constexpr
 ):
     """Keep only the best groups. A group's score is its best expert's or, with a bias, the sum of its best two."""
-    grouped = tl.reshape(wanted, [TOKENS, GROUP_BINS, EXPERT_BINS])
+    grouped = tl.reshape(scores, [TOKENS, GROUP_BINS, EXPERT_BINS])
     best = tl.max(grouped, 2)
     if BIASED:
         is_first = tl.arange(0, EXPERT_BINS)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]

@@ -21,7 +21,7 @@ from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, 
 from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import Weight, numbers, pack_for_gpu
+from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight
 from penstock.executor.protocol import ExecutorError, Sampling
 from tests.executor.kernels.test_triton_fp8 import quantized_weight
 from tests.executor.kernels.test_triton_moe import case as experts_case
@@ -85,7 +85,7 @@ def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, i
     x, weight = random(rows, depth, dtype=dtype).to(device), random(width, depth, dtype=dtype, seed=1).to(device)
     weight /= depth**0.5
     bias = random(width, dtype=dtype, seed=2).to(device)
-    whole = alike(lambda some: OPS.linear(some, numbers(weight), bias), x, (1, rows // 2 - 6, rows // 2 - 5))
+    whole = alike(lambda some: OPS.linear(some, plain_weight(weight), bias), x, (1, rows // 2 - 6, rows // 2 - 5))
     close(whole, F.linear(x.double(), weight.double(), bias.double()), dtype)
 
 
@@ -160,7 +160,7 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         at = rows[:, 0].long()
-        weights = numbers(gate_up), numbers(down)
+        weights = plain_weight(gate_up), plain_weight(down)
         return OPS.fused_experts(hidden[at], slots[at], shares[at], *weights, 0, "silu")
 
     alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))

@@ -47,7 +47,7 @@ def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
         query_starts=torch.arange(ROWS + 1, dtype=torch.int32),
         context_lens=torch.tensor([4, 21], dtype=torch.int32),
         block_tables=torch.ones(ROWS, LONGEST // BLOCK_SIZE, dtype=torch.int32),
-        wanted=None,
+        output_indices=None,
         num_single_rows=ROWS,
         query_lens=(),
         query_contexts=(),

@@ -11,7 +11,7 @@ from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.eight_bits import are_quantized, pad_scales
 from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import Weight, numbers, pack_for_gpu, stack
+from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight, stack
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_packed import KINDS, as_int4, grouped, moved
@@ -96,7 +96,7 @@ ROWS = [
 def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]:
     """Return both weights of the rank's experts in the row's format: of these numbers, or random codes."""
     if row.format == "numbers":
-        return numbers(gate_up), numbers(down)
+        return plain_weight(gate_up), plain_weight(down)
     if row.format == "blocks":
         return in_blocks(gate_up), in_blocks(down)
     shapes = [(each.shape[1], each.shape[2]) for each in (gate_up, down)]
@@ -135,7 +135,7 @@ def test_experts_equal_the_twin(monkeypatch: pytest.MonkeyPatch, device: torch.d
         made: Tensor = kernel(*given, row.held[0], row.activation, move(added), [*map(move, biases)])
         return made
 
-    wide = numbers(gate_up[held].double()), numbers(down[held].double())
+    wide = plain_weight(gate_up[held].double()), plain_weight(down[held].double())
     exact = computed(fused_experts, wide if row.format == "numbers" else weights, True)
     scale = 1.0 if isinstance(row.format, str) else exact.abs().max()
     close(computed(moe.fused_experts, weights, False) / scale, exact / scale, row.dtype)
@@ -156,7 +156,7 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     expected = fused_experts(hidden, slots, shares, *weights, first, "silu", added).double()
     assert (actual - expected).norm() < (5e-3 if device.type == "cpu" else 1e-2) * expected.norm()
     exact = hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double()
-    full = fused_experts(*exact[:3], numbers(exact[3]), numbers(exact[4]), first, "silu", added.double())
+    full = fused_experts(*exact[:3], plain_weight(exact[3]), plain_weight(exact[4]), first, "silu", added.double())
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
@@ -171,7 +171,7 @@ def test_an_entry_has_the_same_bits_in_whatever_company() -> None:
     """Which the interpreter's products do not have, numpy's."""
     device = torch.device("cuda")
     hidden, slots, shares, gate_up, down = case(40, 3, 2, 64, 32, torch.bfloat16, device)
-    weights = numbers(gate_up), numbers(down)
+    weights = plain_weight(gate_up), plain_weight(down)
     together = moe.fused_experts(hidden, slots, shares, *weights, 0, "silu")
     order = torch.randperm(40, generator=torch.Generator().manual_seed(5)).to(device)
     shuffled = moe.fused_experts(hidden[order], slots[order], shares[order], *weights, 0, "silu")
@@ -220,7 +220,7 @@ def test_a_layer_of_experts_is_few_launches(tokens: int, expected: int) -> None:
     """Behind the router's product: the choice, one or two to sort, up, down and the sum; no copies, no fills."""
     spec = MoeSpec(num_experts=30, top_k=14, intermediate_size=32, renormalize=True, scale=2.0)
     hidden, _, _, gate_up, down = case(tokens, 32, 2, 64, 32, torch.bfloat16, CPU)
-    logits, weights = random(tokens, 30), (numbers(gate_up), numbers(down))
+    logits, weights = random(tokens, 30), (plain_weight(gate_up), plain_weight(down))
     with launches() as names:
         ids, shares = OPS.choose_experts(logits, None, spec, 2)
         OPS.fused_experts(hidden, ids, shares, *weights, 0, "silu")

@@ -8,7 +8,7 @@ import torch
 from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.ops import OPS
-from penstock.executor.kernels.weight import numbers
+from penstock.executor.kernels.weight import plain_weight
 from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
 from tests.support.paged import latent_step, random, rotated_step
 from tests.support.twins import torch_ops
@@ -55,13 +55,13 @@ def test_products_of_few_rows_equal_the_twin(device: torch.device, dtype: torch.
         x = random(rows, depth, dtype=dtype).to(device)
         weight = random(width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
         bias = random(width, dtype=dtype, seed=2).to(device) if has_bias else None
-        close(OPS.linear(x, numbers(weight), bias), torch_ops.linear(x, numbers(weight), bias))
+        close(OPS.linear(x, plain_weight(weight), bias), torch_ops.linear(x, plain_weight(weight), bias))
 
 
 def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: torch.device) -> None:
     wide, weights = random(1, 65).to(device), random(9, 64, seed=1).to(device)
     for x, weight in ((wide[:, 1:], weights[1:]), (wide[:, :64], weights.t()[:, :5].t()), (wide[:, :64], weights)):
-        close(OPS.linear(x, numbers(weight)), torch_ops.linear(x, numbers(weight)))
+        close(OPS.linear(x, plain_weight(weight)), torch_ops.linear(x, plain_weight(weight)))
 
 
 @matrix("dtype", TOLERANCE, hardest=[(torch.bfloat16,)])
@@ -78,7 +78,9 @@ def test_products_of_few_rows_add_and_normalize_them(device: torch.device, dtype
             if has_gate:
                 close(OPS.gated_linear(given, weight, "silu"), torch_ops.gated_linear(normed, weight, "silu"))
             else:
-                close(OPS.linear(given, numbers(weight), bias), torch_ops.linear(normed, numbers(weight), bias))
+                close(
+                    OPS.linear(given, plain_weight(weight), bias), torch_ops.linear(normed, plain_weight(weight), bias)
+                )
             assert torch.equal(given.total, total)
 
 
@@ -87,7 +89,7 @@ def test_large_float16_residuals_do_not_overflow_in_products_of_few_rows(device:
     norm = torch.full((64,), 2.5, device=device)
     weight = torch.full((8, 64), 1 / 64, dtype=torch.float16, device=device)
     given = NormedRows(update, residual, torch.empty_like(residual), norm, 1e-5)
-    close(OPS.linear(given, numbers(weight)), torch.full((1, 8), 2.5, dtype=torch.float16, device=device))
+    close(OPS.linear(given, plain_weight(weight)), torch.full((1, 8), 2.5, dtype=torch.float16, device=device))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
