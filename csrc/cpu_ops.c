@@ -14,17 +14,17 @@ static const struct cpu_level *const levels[] = {
 };
 
 int penstock_cpu_instructions(void) {
-    int found = 0;
+    int instructions = 0;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        found |= PENSTOCK_AVX2;
+        instructions |= PENSTOCK_AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        found |= PENSTOCK_AVX512;
-    if (__builtin_cpu_supports("avx512vnni")) found |= PENSTOCK_VNNI;
-    if (__builtin_cpu_supports("avx512bf16")) found |= PENSTOCK_BF16;
+        instructions |= PENSTOCK_AVX512;
+    if (__builtin_cpu_supports("avx512vnni")) instructions |= PENSTOCK_VNNI;
+    if (__builtin_cpu_supports("avx512bf16")) instructions |= PENSTOCK_BF16;
 #endif
-    return found;
+    return instructions;
 }
 
 int penstock_cpu_best_level(int instructions) {
@@ -196,27 +196,27 @@ int penstock_product(const struct penstock_cpu *cpu, const struct penstock_produ
     w->level = level, w->type = cpu->is_bfloat16;
     int64_t all = 0, cost = 0;
     for (int i = 0; i < p->num_parts; i++) {
-        const struct penstock_part *given = &p->parts[i];
-        int64_t rows = given->num_rows < 0 ? p->rows : given->num_rows, first = given->first_row;
+        const struct penstock_part *source = &p->parts[i];
+        int64_t rows = source->num_rows < 0 ? p->rows : source->num_rows, first = source->first_row;
         int64_t row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-        char *y = (char *)p->y + given->column * size;
+        char *y = (char *)p->y + source->column * size;
         struct product *part = &w->parts[i];
-        part->is_quantized = given->type != PENSTOCK_NUMBERS;
+        part->is_quantized = source->type != PENSTOCK_NUMBERS;
         if (part->is_quantized) {
             part->quantized_linear = (struct quantized_linear){
-                .type = &code_types[given->type], .x = quantized, .weight = given->weight, .bias = given->bias,
-                .first_row = first, .y = y, .rows = rows, .depth = p->depth, .width = given->width,
+                .type = &code_types[source->type], .x = quantized, .weight = source->weight, .bias = source->bias,
+                .first_row = first, .y = y, .rows = rows, .depth = p->depth, .width = source->width,
                 .y_stride = p->width, .row_parts = row_parts};
-            cost += p->depth * given->width * (rows + PRODUCTS_PER_CODE_READ);
+            cost += p->depth * source->width * (rows + PRODUCTS_PER_CODE_READ);
         } else {
             part->linear = (struct linear){
-                .x = (const char *)p->x + first * p->x_stride * size, .weight = given->weight, .bias = given->bias,
+                .x = (const char *)p->x + first * p->x_stride * size, .weight = source->weight, .bias = source->bias,
                 .y = y + first * p->width * size, .rows = rows, .x_stride = p->x_stride / per_word,
-                .depth = p->depth / per_word, .width = given->width, .y_stride = p->width, .row_parts = row_parts};
-            cost += p->depth / per_word * given->width * (rows + PRODUCTS_PER_WORD_READ);
+                .depth = p->depth / per_word, .width = source->width, .y_stride = p->width, .row_parts = row_parts};
+            cost += p->depth / per_word * source->width * (rows + PRODUCTS_PER_WORD_READ);
         }
         int64_t columns = part->is_quantized ? level->quantized->panel_columns : level->columns;
-        all += part->items = (given->width + columns - 1) / columns * row_parts;
+        all += part->items = (source->width + columns - 1) / columns * row_parts;
     }
     int num_threads = threads_for(cost, cpu);
     int64_t chunk = all / (16 * num_threads) + 1;

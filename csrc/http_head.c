@@ -30,12 +30,12 @@ static const uint8_t name_chars[256] = {
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
-static int is_name(const uint8_t *name, size_t size, const char *known) {
-    return size == strlen(known) && memcmp(name, known, size) == 0;
+static int is_name(const uint8_t *name, size_t size, const char *expected) {
+    return size == strlen(expected) && memcmp(name, expected, size) == 0;
 }
 
-static int begins(const uint8_t *name, size_t size, const char *known) {
-    return size >= strlen(known) && memcmp(name, known, strlen(known)) == 0;
+static int begins(const uint8_t *name, size_t size, const char *expected) {
+    return size >= strlen(expected) && memcmp(name, expected, strlen(expected)) == 0;
 }
 
 static enum kind kind_of(const uint8_t *name, size_t size) {
@@ -101,12 +101,12 @@ static int read_length(struct head *head) {
 }
 
 static int stays_open(const struct head *head) {
-    static const char wanted[] = "keep-alive";
+    static const char keep_alive[] = "keep-alive";
     struct span value = head->values[CONNECTION];
     if (!value.end) return 1;
-    if (value.end - value.begin != sizeof wanted - 1) return 0;
-    for (size_t i = 0; i < sizeof wanted - 1; i++)
-        if ((head->data[(size_t)value.begin + i] | 0x20) != (wanted[i] | 0x20)) return 0;
+    if (value.end - value.begin != sizeof keep_alive - 1) return 0;
+    for (size_t i = 0; i < sizeof keep_alive - 1; i++)
+        if ((head->data[(size_t)value.begin + i] | 0x20) != (keep_alive[i] | 0x20)) return 0;
     return 1;
 }
 
@@ -119,7 +119,7 @@ static int read_headers(struct head *head, unsigned forwarded) {
     return read_length(head) && stays_open(head) && head->size - head->at == (size_t)head->length;
 }
 
-int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room) {
+int penstock_plain_request(const uint8_t *data, size_t size, int32_t *parsed, uint8_t *lines, size_t room) {
     static const char method[] = "POST /", version[] = " HTTP/1.1\r\n";
     if (size > INT32_MAX || size < sizeof method || memcmp(data, method, sizeof method - 1)) return 0;
     size_t end = sizeof method - 1;
@@ -130,14 +130,14 @@ int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uin
     if (!read_headers(&head, 1u << PASSES | 1u << SESSION)) return 0;
     if (!head.values[HOST].end || head.values[CACHED].end) return 0;
     const struct span values[] = {head.values[AUTHORIZATION], head.values[TYPE], head.values[SESSION]};
-    found[0] = (int32_t)end;
-    found[1] = (int32_t)head.at;
-    found[2] = (int32_t)head.lines_size;
-    memcpy(found + 3, values, sizeof values);
+    parsed[0] = (int32_t)end;
+    parsed[1] = (int32_t)head.at;
+    parsed[2] = (int32_t)head.lines_size;
+    memcpy(parsed + 3, values, sizeof values);
     return 1;
 }
 
-int penstock_plain_response(const uint8_t *data, size_t size, int32_t *found, uint8_t *lines, size_t room) {
+int penstock_plain_response(const uint8_t *data, size_t size, int32_t *parsed, uint8_t *lines, size_t room) {
     static const char version[] = "HTTP/1.1 ";
     if (size > INT32_MAX || size < 15 || memcmp(data, version, sizeof version - 1)) return 0;
     int32_t status = 0;
@@ -152,9 +152,9 @@ int penstock_plain_response(const uint8_t *data, size_t size, int32_t *found, ui
     struct head head = {.data = data, .size = size, .at = end + 2, .lines = lines, .limit = smaller(size, room)};
     const unsigned dropped = 1u << CONNECTION | 1u << CACHED;
     if (!read_headers(&head, ~dropped)) return 0;
-    found[0] = status;
-    found[1] = (int32_t)head.at;
-    found[2] = (int32_t)head.lines_size;
-    memcpy(found + 3, &head.values[CACHED], sizeof head.values[CACHED]);
+    parsed[0] = status;
+    parsed[1] = (int32_t)head.at;
+    parsed[2] = (int32_t)head.lines_size;
+    memcpy(parsed + 3, &head.values[CACHED], sizeof head.values[CACHED]);
     return 1;
 }

@@ -10,7 +10,7 @@ int64_t penstock_find_repeat(const int32_t *tokens, int64_t num_tokens, int64_t 
     if (num_tokens - first <= least) return -1;
     const int32_t last = tokens[num_tokens - 1];
     const int64_t lowest = first + least - 1; /* an occurrence that ends earlier would begin before `first` */
-    int64_t place = -1, longest = least - 1;
+    int64_t next = -1, longest = least - 1;
     for (int64_t end = num_tokens - 2; end >= lowest; end--) {
         while (end - STRIDE >= lowest) {
             int found = 0;
@@ -22,8 +22,8 @@ int64_t penstock_find_repeat(const int32_t *tokens, int64_t num_tokens, int64_t 
         while (length < most && end - length >= first && tokens[end - length] == tokens[num_tokens - 1 - length])
             length++;
         if (length <= longest) continue;
-        place = end + 1, longest = length;
+        next = end + 1, longest = length;
         if (longest == most) break;
     }
-    return place;
+    return next;
 }
