@@ -28,7 +28,7 @@ class RunnerFactory:
 
     settings: RankSettings
     layout: CacheLayout
-    # Of the runner that serves requests; the runner of the warm-up has none of them.
+    # Only the runner that serves requests has these parts; the runner of the warm-up has none of them.
     transfers: RankTransfers | None = None
     rebalancer: Rebalancer | None = None
     graph_rows: Sequence[int] = ()  # the numbers of rows to capture graphs for
