@@ -17,7 +17,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Output
-from penstock.engine.sampling_params import plain_number
+from penstock.engine.sampling_params import plain_number, short
 
 # An array of token ids counts as a list. A dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt".
 Prompt = str | list[int] | dict[str, Any]
@@ -52,12 +52,15 @@ def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
     unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
     if unknown:
         raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
-    given = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
+    values = {name: prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None}
+    if len(values) != 1:
+        raise InvalidRequest("prompt", f"{len(values)} of prompt and prompt_token_ids given; exactly one is expected")
+    if isinstance(ids := values.get("prompt_token_ids"), str):
+        raise InvalidRequest("prompt.prompt_token_ids", f"{short(ids)} given; a list of token ids is expected")
     if not isinstance(salt := prompt.get("cache_salt"), str | None):
         raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
-    return _text_or_ids(given[0]), salt
+    (value,) = values.values()
+    return _text_or_ids(value), salt
 
 
 def _text_or_ids(prompt: Any) -> str | list[int]:
