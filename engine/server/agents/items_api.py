@@ -4,7 +4,7 @@ A stored response (response_store.py) can be continued by the next one, and be r
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Raw
@@ -25,6 +25,7 @@ from penstock.engine.server.agents.items_schema import (
     ChosenTool,
     CountItemsRequest,
     ResponsesRequest,
+    VendorPart,
 )
 from penstock.engine.server.agents.response_store import StoredResponse
 from penstock.engine.server.answer_writer import respond
@@ -146,8 +147,9 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
     if form is not None:
         of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)
         fields["response_format"] = schema.ResponseFormat(form.type, of_json)
-    shown = getattr(request, "include", None) or ()
-    fields["logprobs"] = LOGPROBS in shown or bool(fields["top_logprobs"]) or None
+    included = getattr(request, "include", None) or ()
+    call.ignored += dict.fromkeys(f"include:{part}" for part in included if part in get_args(VendorPart))
+    fields["logprobs"] = LOGPROBS in included or bool(fields["top_logprobs"]) or None
     if not fields["logprobs"]:
         fields["top_logprobs"] = None
     if request.reasoning is not None:

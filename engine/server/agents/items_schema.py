@@ -18,6 +18,13 @@ Metadata = Annotated[
 LOGPROBS = "message.output_text.logprobs"
 # Many clients send the first. It has no effect: reasoning is plain text in its item's content, never encrypted.
 Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+# Parts of the calls of tools that run in OpenAI's cloud. No answer has such calls, because these tools are skipped.
+VendorPart = Literal[
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+]
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,7 +147,7 @@ class ResponsesRequest(CountItemsRequest, kw_only=True):
     stream: bool | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # without effect: no obfuscation is added
     max_output_tokens: int | None = None
-    include: list[Included] | None = None
+    include: list[Literal[Included, VendorPart]] | None = None
     top_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     store: bool | None = None

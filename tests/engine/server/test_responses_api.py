@@ -270,6 +270,15 @@ def test_what_codex_sends_is_answered_and_what_was_left_out_is_named(qwen: Runni
     assert r'Edits.\n\nThe input has to match this Lark grammar:\nstart: \"*** Begin Patch\""' in qwen.prompt
 
 
+def test_parts_of_the_calls_of_skipped_tools_are_skipped_as_well_and_named(server: Running) -> None:
+    include = ["web_search_call.action.sources", "file_search_call.results", "message.output_text.logprobs"]
+    body = {"model": MODEL, "input": "Hi", "tools": [{"type": "web_search"}], "include": [*include, include[0]]}
+    answer = server.post("/v1/responses", body)
+    assert answer.status_code == 200 and answer.json()["output"][0]["content"][0]["logprobs"]
+    named = ["tools:web_search", *(f"include:{part}" for part in include[:2])]
+    assert answer.headers["x-penstock-ignored"] == ", ".join(named)
+
+
 # Work that would hold up the event loop is done aside.
 
 
