@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -187,7 +188,11 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's authors recommend."""
-        return SamplingParams(**recommended_sampling(self._files))
+        return SamplingParams(**self._recommended)
+
+    @cached_property
+    def _recommended(self) -> dict[str, Any]:
+        return recommended_sampling(self._files)  # reads the whole header of a .gguf file
 
     def get_metrics(self) -> dict[str, float]:
         """Return gauges and counters of the engine core by name."""
