@@ -36,6 +36,11 @@ class Limit(NamedTuple):
     high: float
     is_open: bool = False  # `low` itself is out of range
 
+    def __str__(self) -> str:
+        return (
+            f"above {self.low:g} and at most {self.high:g}" if self.is_open else f"from {self.low:g} to {self.high:g}"
+        )
+
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer, given in exactly one of these forms. The names are those of vLLM."""
@@ -151,8 +156,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size, and convert the
         numbers of other libraries to Python's, because the executor's messages hold only those."""
-        for field, (check, limit) in _LIMITS.items():
-            if (value := getattr(self, field)) is not None or field not in _OPTIONAL:
+        for field, (check, limit, is_optional) in _LIMITS.items():
+            if (value := getattr(self, field)) is not None or not is_optional:
                 setattr(self, field, check(field, value, limit))
         if self.max_tokens is not None:
             _integer("min_tokens", self.min_tokens, Limit(0, self.max_tokens))
@@ -189,18 +194,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         return secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
 
     def sampling(self, eos_ids: Iterable[int]) -> Sampling:
-        """Return the executor's sampling parameters for the first choice."""
+        """Return the executor's sampling parameters for the first choice, after `check`."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
-            temperature=0.0 if self.temperature < 1e-5 else float(self.temperature),
+            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
             top_k=max(self.top_k, 0),
-            top_p=float(self.top_p),
-            min_p=float(self.min_p),
-            repetition_penalty=float(self.repetition_penalty),
-            presence_penalty=float(self.presence_penalty),
-            frequency_penalty=float(self.frequency_penalty),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=self.seed_of(0),
-            logit_bias=tuple(sorted((token, float(bias)) for token, bias in (self.logit_bias or {}).items())),
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             allowed_ids=tuple(self.allowed_token_ids or ()),
             banned_ids=tuple(self.banned_token_ids or ()),
             min_tokens=self.min_tokens,
@@ -232,12 +237,10 @@ def _integer(field: str, value: Any, limit: Limit) -> int:
 
 def _number(field: str, value: Any, limit: Limit) -> float:
     plain = plain_number(value)
-    low, high, is_open = limit
-    span = f"above {low:g} and at most {high:g}" if is_open else f"from {low:g} to {high:g}"
     if not isinstance(plain, int | float) or isinstance(plain, bool):
-        raise InvalidRequest(field, f"{short(value)} given; a number {span} is expected")
-    if not low <= plain <= high or (is_open and plain == low):  # also refuses NaN, which fits no range
-        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be {span}")
+        raise InvalidRequest(field, f"{short(value)} given; a number {limit} is expected")
+    if not limit.low <= plain <= limit.high or (limit.is_open and plain == limit.low):  # NaN fits no range
+        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be {limit}")
     return float(plain)
 
 
@@ -289,13 +292,12 @@ def short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
-def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], float], Limit]]]:
-    """Yield the check and the limit of each field whose annotation has one."""
+def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], float], Limit, bool]]]:
+    """Yield, for each field whose annotation has a limit, its check, the limit, and whether it may be None."""
     for field, kind in get_type_hints(SamplingParams, include_extras=True).items():
         for part in (kind, *get_args(kind)):  # Annotated, or Annotated | None
             for limit in getattr(part, "__metadata__", ()):
-                yield field, (_integer if part.__origin__ is int else _number, limit)
+                yield field, (_integer if part.__origin__ is int else _number, limit, part is not kind)
 
 
 _LIMITS = dict(_limits())
-_OPTIONAL = ("seed", "max_tokens")  # may be None
