@@ -23,10 +23,10 @@ Json = dict[str, Any]  # an object of a response: the vendor's fields, with vLLM
 
 
 class Writer(ABC):
-    """Writes the answers of one call."""
+    """Writes the answers of one call: the events of a stream, or the object `reply`, which is complete after `end`."""
 
-    def __init__(self, call: Call, *, is_stream: bool) -> None:
-        self._call, self.is_stream = call, is_stream
+    def __init__(self, call: Call, reply: Json, *, is_stream: bool) -> None:
+        self._call, self.reply, self.is_stream = call, reply, is_stream
         self._events: list[bytes] = []  # events that were not sent yet
 
     @abstractmethod
@@ -41,10 +41,6 @@ class Writer(ABC):
     async def fail(self, error: HttpError) -> None:
         """End a stream with an error; possible at any time."""
 
-    @abstractmethod
-    def whole(self) -> Json:
-        """Return the whole answer after its end."""
-
     def taken(self) -> bytes:
         """Return the events that were not sent yet."""
         events, self._events = self._events, []
@@ -58,7 +54,7 @@ async def respond(service: Service, call: Call, writer: Writer) -> Json | AsyncG
         return events
     async for _ in events:
         pass
-    return writer.whole()
+    return writer.reply
 
 
 async def write(service: Service, call: Call, writer: Writer) -> AsyncGenerator[bytes, None]:

@@ -30,11 +30,10 @@ class ChoicesWriter(Writer):
     """Writes the answers of a completion or a chat: the chunks of a stream, or an object with all choices."""
 
     def __init__(self, service: Service, call: Call, request: GenerateRequest) -> None:
-        super().__init__(call, is_stream=bool(request.stream))
+        super().__init__(call, {}, is_stream=bool(request.stream))
         self._tokenizer = service.tokenizer
         self._options, self._explains = request.stream_options or StreamOptions(), request.explain_cache
         self._updates: list[list[list[Update]]] = [[[] for _ in answer.choices] for answer in call.answers]
-        self._reply: Json = {}
 
     def take(self, index: int, updates: Sequence[Update]) -> None:
         answer = self._call.answers[index]
@@ -55,8 +54,8 @@ class ChoicesWriter(Writer):
             num_positions = call.num_tokens // TOKENS_PER_LOGPROB
             for answer, joint in zip(call.answers, choices, strict=True):
                 num_positions += len(answer.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in joint)
-            self._reply = await in_thread_if(num_positions > LONG_ANSWER, lambda: self._object(choices))
-            self._reply["usage"] = usage(call.answers, call.num_tokens, self._explains)
+            self.reply = await in_thread_if(num_positions > LONG_ANSWER, lambda: self._whole(choices))
+            self.reply["usage"] = usage(call.answers, call.num_tokens, self._explains)
             return
         if self._options.include_usage:
             self._events.append(_event(self._empty() | {"usage": usage(call.answers, call.num_tokens, self._explains)}))
@@ -65,11 +64,8 @@ class ChoicesWriter(Writer):
     async def fail(self, error: HttpError) -> None:
         self._events.append(b"data: " + error.body() + b"\n\n" + DONE)
 
-    def whole(self) -> Json:
-        return self._reply
-
     @abstractmethod
-    def _object(self, choices: list[list[Update]]) -> Json:
+    def _whole(self, choices: list[list[Update]]) -> Json:
         """Return the whole answer. `choices`: for each prompt a list of its choices, each as one update."""
 
     @abstractmethod

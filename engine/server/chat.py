@@ -91,7 +91,7 @@ class ChatWriter(ChoicesWriter):
         self._begun: dict[int, tuple[Reading, _Deltas]] = {}  # choice → its parser and formatter
         self._custom_tools = {tool.function.name for tool in request.tools or () if tool.custom is not None}
 
-    def _object(self, choices: list[list[Update]]) -> Json:
+    def _whole(self, choices: list[list[Update]]) -> Json:
         request, (answer,) = self._request, self._call.answers
         reply = self._named("chat.completion", [self._choice(update) for update in choices[0]])
         reply["prompt_token_ids"] = answer.prompt_token_ids if request.return_token_ids else None

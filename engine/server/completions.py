@@ -58,7 +58,7 @@ class CompletionWriter(ChoicesWriter):
         self._request, self._inputs = request, inputs
         self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
-    def _object(self, choices: list[list[Update]]) -> Json:
+    def _whole(self, choices: list[list[Update]]) -> Json:
         return self._completion(
             [self._choice(place, update, is_first=True) for place, each in enumerate(choices) for update in each]
         )

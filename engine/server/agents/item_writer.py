@@ -86,7 +86,7 @@ class ItemWriter(PartWriter):
         self.reply["output"].append(item)
         self._event("response.output_item.added", output_index=len(self.reply["output"]) - 1, item=item)
         if call is None:
-            self._about("response.content_part.added", content_index=0, part=self._part())
+            self._about("response.content_part.added", content_index=0, part=self._part(""))
 
     def _grow(self, text: str, *, is_last: bool = False) -> None:
         text = text if self._input is None else self._input.feed(text, is_last=is_last)
@@ -128,7 +128,7 @@ class ItemWriter(PartWriter):
             item[self._field] = text
             self._about(done, **{self._field: text}, name=item["name"])
         else:
-            item["content"] = [self._part()]
+            item["content"] = [self._part(text)]
             self._about(done, text=text, **self._text_fields(kind, self._part_logprobs))
             self._about("response.content_part.done", content_index=0, part=item["content"][0])
         self._event("response.output_item.done", output_index=len(self.reply["output"]) - 1, item=item)
@@ -139,8 +139,8 @@ class ItemWriter(PartWriter):
             return {}
         return {"content_index": 0, "logprobs": logprobs} if kind == "text" else {"content_index": 0}
 
-    def _part(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._text_type, "text": "".join(self._text)}
+    def _part(self, text: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._text_type, "text": text}
         return part | {"annotations": [], "logprobs": self._part_logprobs} if self._kind == "text" else part
 
     def _about(self, kind: str, **fields: Any) -> None:

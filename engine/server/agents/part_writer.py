@@ -26,8 +26,7 @@ class PartWriter(Writer):
     """Writes one answer: the events of its parts, and the whole answer."""
 
     def __init__(self, call: Call, plan: ReadingPlan, reply: Json, *, is_stream: bool) -> None:
-        super().__init__(call, is_stream=is_stream)
-        self.reply = reply
+        super().__init__(call, reply, is_stream=is_stream)
         self._reading = plan.begin()
         self._has_begun = False
         self._outcome: tuple[ChatFinish, int | str | None] | None = None  # finish and stop reason
@@ -51,9 +50,6 @@ class PartWriter(Writer):
         if reason == "abort":
             raise HttpError(503, "the answer was ended before it was complete")
         await self._finish(reason, stop)
-
-    def whole(self) -> Json:
-        return self.reply
 
     @abstractmethod
     def _begin(self) -> None:
