@@ -248,18 +248,17 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 
 def _chosen(functions: list[ToolSpec], choice: NamedTool) -> list[ToolSpec]:
     """Return the functions that `choice` names."""
-    allowed = choice.allowed_tools.tools if choice.allowed_tools is not None else ()
-    named: dict[str, NamedTool | AllowedTool] = {"tool_choice": choice} if choice.allowed_tools is None else {}
-    named |= {f"tool_choice.allowed_tools.tools[{place}]": tool for place, tool in enumerate(allowed)}
-    names: dict[str, str] = {}
-    for field, tool in named.items():
+    tools: dict[str, NamedTool | AllowedTool] = {"tool_choice": choice}
+    if choice.allowed_tools is not None:
+        tools = {f"tool_choice.allowed_tools.tools[{i}]": tool for i, tool in enumerate(choice.allowed_tools.tools)}
+    names: set[str] = set()
+    for field, tool in tools.items():
         chosen = tool.function or tool.custom
-        assert chosen is not None
-        names[f"{field}.{tool.type}.name"] = chosen.name
-    for field, name in names.items():
-        if all(name != function.name for function in functions):
-            raise InvalidRequest(field, f"{clip(name)!r} is not among the tools")
-    return [function for function in functions if function.name in names.values()]
+        assert chosen is not None, "the type of a tool has its field"
+        if all(chosen.name != function.name for function in functions):
+            raise InvalidRequest(f"{field}.{tool.type}.name", f"{clip(chosen.name)!r} is not among the tools")
+        names.add(chosen.name)
+    return [function for function in functions if function.name in names]
 
 
 def _functions(tools: list[Tool], coerce_one_of: bool) -> list[ToolSpec]:
