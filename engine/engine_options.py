@@ -183,34 +183,35 @@ def option_names() -> set[str]:
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Build the configurations of executor and scheduler from flat options; an option that is None gets its default."""
     plain = {name: plain_number(value) for name, value in options.items() if value is not None}
-    given, remarks = split_ignored(plain)
+    kept, remarks = split_ignored(plain)
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
-    for name in (name for name in given if name not in option_names()):
-        raise ConfigError(f"{name}: {unknown_option(name, option_names())}")
+    names = option_names()
+    if unknown := [name for name in kept if name not in names]:
+        raise ConfigError(f"{unknown[0]}: {unknown_option(unknown[0], names)}")
     try:
-        given = without_aliases(given, EngineOptions)
-        options_given = converted(given, EngineOptions)
-        values = {name: getattr(options_given, name) for name in given} | {
+        kept = without_aliases(kept, EngineOptions)
+        engine_options = converted(kept, EngineOptions)
+        values = {name: getattr(engine_options, name) for name in kept} | {
             "model": model_path,
-            "kind": options_given.executor or "auto",
+            "kind": engine_options.executor or "auto",
         }
         config = EngineConfig(
-            executor=ExecutorConfig(**_those_of(ExecutorConfig, values)),
-            scheduler=SchedulerConfig(**_those_of(SchedulerConfig, values)),
+            executor=ExecutorConfig(**_fields_of(ExecutorConfig, values)),
+            scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, values)),
         )
-        _check_together(options_given, config)
+        _check_together(engine_options, config)
         _check_peers(config.executor)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
 
 
-def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_together(options_given: EngineOptions, config: EngineConfig) -> None:
+def _check_together(options: EngineOptions, config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
@@ -224,7 +225,7 @@ def _check_together(options_given: EngineOptions, config: EngineConfig) -> None:
         (("kv_disk_bytes",), executor.kv_disk_path, "kv_disk_path"),
     ):
         for name in names if not is_met else ():
-            if getattr(options_given, name):
+            if getattr(options, name):
                 raise ValueError(f"{name}: given; it requires {required}")
     if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(
