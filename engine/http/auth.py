@@ -12,9 +12,8 @@ from starlette.types import Scope
 
 from penstock.engine.http.errors import HttpError
 
-OWNER_HEADER = (
-    b"x-penstock-owner"  # the identity of a router's client, for its replica; a router strips it from requests
-)
+# The identity of a router's client, for its replica; a router strips it from requests.
+OWNER_HEADER = b"x-penstock-owner"
 CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
 OPEN_ROUTES = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ready"))
 

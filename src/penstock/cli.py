@@ -66,9 +66,8 @@ def _refuse(command: argparse.ArgumentParser, words: list[str], unknown: list[st
             command = next((action.choices[word] for word in words if word in action.choices), command)
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-    command.exit(
-        2, f"{command.prog}: {flag}: {unknown_option(flag, known)}\n"
-    )  # one line: the usage of `serve` fills a screen
+    # One line, without the usage, which fills a screen for `serve`.
+    command.exit(2, f"{command.prog}: {flag}: {unknown_option(flag, known)}\n")
 
 
 class Command(NamedTuple):
