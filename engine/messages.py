@@ -54,7 +54,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
-    """Start (or stop) reporting what is cached: first everything, then every change; `with_blocks`, also the blocks' tokens."""
+    """Start or stop reporting the cached blocks: first all of them, then every change. With `with_blocks`, their tokens are
+    reported as well."""
 
     is_on: bool
     with_blocks: bool = False

@@ -1,6 +1,7 @@
 """The ASGI application: the middleware around the routes, and the error responses.
 
-From outside to inside: access log and request counters, Host header, CORS, API key, routes. All errors below have the same format.
+From outside to inside: access log and request counters, Host header, CORS, API key, routes. All errors below have the
+same format.
 """
 
 import logging

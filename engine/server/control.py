@@ -48,7 +48,8 @@ class UpdateRequest(msgspec.Struct, kw_only=True):
 
 
 async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Stop computing between two steps. New requests wait; those that run are ended ("abort"), waited for ("wait") or kept ("keep")."""
+    """Stop computing between two steps. New requests wait; running requests are ended ("abort"), waited for ("wait") or
+    kept ("keep")."""
     request = parse_control(PauseRequest, call.query, body)
     await service.engine.control("pause", mode=request.mode)
     return {"status": "paused"}
@@ -84,7 +85,8 @@ async def wake_up(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 
 
 async def update_weights(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    """Compute with other weights of the same model: all of them or, where they cannot be used, none. Requests that run wait, and go on with the new ones."""
+    """Compute with other weights of the same model: all of them or, where they cannot be used, none. Running requests
+    wait, and go on with the new weights."""
     request = parse_control(UpdateRequest, call.query, body)
     try:
         state = await service.engine.control("update_weights", path=request.path)

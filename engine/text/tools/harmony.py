@@ -109,14 +109,16 @@ class HarmonyReader(CallReader):
         self._is_header = False
 
     def _add(self, text: str, end: int) -> None:
-        """Add text that ends at `end` to the current message. That of a call that is not announced may still turn out to be content."""
+        """Add text that ends at `end` to the current message. The text of a call that is not announced may still become
+        content."""
         if self._function:
             self.json.append(text)
         elif text:
             self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text, self.start + end))
 
     def _end_message(self, end: int) -> None:
-        """End the current message, whose text ends at `end`. Without a grammar, it is a call only if its arguments are a JSON object."""
+        """End the current message, whose text ends at `end`. Without a grammar, it is a call only if its arguments are a
+        JSON object."""
         if self._function:
             body = "".join(self.json)
             self.json = [body if self.is_within_call else body.strip()]

@@ -33,8 +33,8 @@ class Malformed(Exception):
 
 
 class Source:
-    """A growing text. `text[at:]` is not parsed yet; `start` is the position of `text` in the whole text; `raw` and `json` collect what was parsed and what it stands for in
-    the JSON of a call's arguments."""
+    """A growing text. `text[at:]` is not parsed yet; `start` is the position of `text` in the whole text; `raw` and `json`
+    collect what was parsed and what it stands for in the JSON of a call's arguments."""
 
     def __init__(self, text: str = "") -> None:
         self.text, self.at, self.start = text, 0, 0
