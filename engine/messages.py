@@ -74,7 +74,7 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     """
 
     number: int
-    what: Literal["load_adapter", "reset_prefix_cache", "pause", "resume", "update_weights", "sleep", "wake_up"]
+    operation: Literal["load_adapter", "reset_prefix_cache", "pause", "resume", "update_weights", "sleep", "wake_up"]
     path: str = ""  # the adapter folder or the weights to load
     mode: PauseMode = "abort"
     level: SleepLevel = 1

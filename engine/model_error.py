@@ -8,7 +8,7 @@ class ModelError(ValueError):
     what to do."""
 
 
-def check_size(what: str, path: Path, most: int) -> None:
+def check_size(name: str, path: Path, most: int) -> None:
     """Refuse a file that is too large, before it is read."""
     if path.stat().st_size > most:
-        raise ModelError(f"{what}: {path} has {path.stat().st_size} bytes; at most {most} are read")
+        raise ModelError(f"{name}: {path} has {path.stat().st_size} bytes; at most {most} are read")

@@ -69,9 +69,9 @@ class Flag(NamedTuple):
     opens: str = ""  # starts a group with this title in the help text
 
 
-def flag(*said: Any, default: Any = None, **more: Any) -> Any:
+def flag(*arguments: Any, default: Any = None, **settings: Any) -> Any:
     """Declare a field with a flag; the arguments are those of `Flag`."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(*said, **more)})
+    return dataclasses.field(default=default, metadata={"flag": Flag(*arguments, **settings)})
 
 
 class Option(NamedTuple):
@@ -201,10 +201,10 @@ def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
     return place, what
 
 
-def _literals(kind: Any, place: str) -> list[str | int]:
+def _literals(kind: Any, path: str) -> list[str | int]:
     """Return the values of the Literal or of the tags at a path."""
     found, tags = _parts([msgspec.inspect.type_info(kind)]), []
-    for name in re.findall(r"\.(\w+)|\[", place.replace("[...]", "[]")):
+    for name in re.findall(r"\.(\w+)|\[", path.replace("[...]", "[]")):
         tags = [each.tag for each in found if name and getattr(each, "tag_field", None) == name]
         if name:
             fields = [field for each in found for field in getattr(each, "fields", ())]

@@ -55,7 +55,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def kind(self) -> str:
         """The name of the field that is set. `json_object=False` counts as not set."""
-        (name,) = self._given()
+        (name,) = self._set_forms()
         return name
 
     @property
@@ -68,16 +68,16 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
         Only engine/grammar/compiler.py, which takes longer, checks that the value can be compiled.
         """
-        given = self._given()
-        if len(given) != 1:
+        forms = self._set_forms()
+        if len(forms) != 1:
             raise InvalidRequest(
                 "structured_outputs",
-                f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self._forms)} is expected",
+                f"{', '.join(forms) or 'nothing'} given; exactly one of {', '.join(self._forms)} is expected",
             )
-        if self.coerce_one_of and given != ["json"]:
-            raise InvalidRequest("structured_outputs.coerce_one_of", f"{given[0]} holds no oneOf")
-        value = getattr(self, given[0])
-        if given == ["choice"]:
+        if self.coerce_one_of and forms != ["json"]:
+            raise InvalidRequest("structured_outputs.coerce_one_of", f"{forms[0]} holds no oneOf")
+        value = getattr(self, forms[0])
+        if forms == ["choice"]:
             _choices(self.field, value)
         elif isinstance(value, str):
             _grammar_size(self.field, len(value))
@@ -88,7 +88,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def _forms(self) -> list[str]:
         return [name for name in self.__struct_fields__ if name != "coerce_one_of"]
 
-    def _given(self) -> list[str]:
+    def _set_forms(self) -> list[str]:
         values = {name: getattr(self, name) for name in self._forms}
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
@@ -244,11 +244,11 @@ def _number(field: str, value: Any, limit: Limit) -> float:
     return float(plain)
 
 
-def _token_ids(field: str, given: Any, vocab_size: int) -> list[int]:
+def _token_ids(field: str, values: Any, vocab_size: int) -> list[int]:
     try:
-        ids = list(given)
+        ids = list(values)
     except TypeError:
-        raise InvalidRequest(field, f"{short(given)} given; a list of token ids is expected") from None
+        raise InvalidRequest(field, f"{short(values)} given; a list of token ids is expected") from None
     if len(ids) > MAX_LISTED_IDS:
         raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
     limit = Limit(0, vocab_size - 1)

@@ -41,17 +41,17 @@ def split_ignored(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, [f"{name}: without effect: {IGNORED[name]}" for name in options if name in IGNORED]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the most similar known name; empty if there is none."""
-    found = difflib.get_close_matches(name, list(known), 1, 0.75)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the most similar one of these; empty if there is none."""
+    found = difflib.get_close_matches(name, list(names), 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def unknown_option(name: str, known: Iterable[str], replaced: Mapping[str, str] = REPLACED) -> str:
+def unknown_option(name: str, names: Iterable[str], replaced: Mapping[str, str] = REPLACED) -> str:
     """Return the end of an error message about an unknown flag or Python keyword: what replaces it, or a similar name."""
     instead = replaced.get(name.removeprefix("--").removeprefix("no-").replace("-", "_"))
     if instead is None:
-        return f"there is no such option{nearest(name, known)}"
+        return f"there is no such option{nearest(name, names)}"
     if not name.startswith("-"):
         instead = re.sub("--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), instead)
     return f"there is no such option; {instead}"
@@ -60,5 +60,5 @@ def unknown_option(name: str, known: Iterable[str], replaced: Mapping[str, str] 
 class _Ignore(argparse.Action):
     """Prints that the flag has no effect. argparse calls it with the parser, the namespace, the values and the flag."""
 
-    def __call__(self, *given: Any, **_: Any) -> None:
-        print(f"penstock: {given[-1]}: without effect: {IGNORED[self.dest]}", file=sys.stderr)
+    def __call__(self, *arguments: Any, **_: Any) -> None:
+        print(f"penstock: {arguments[-1]}: without effect: {IGNORED[self.dest]}", file=sys.stderr)

@@ -205,7 +205,7 @@ def _take(
     elif isinstance(message, Control):
         duty.end()  # the steps in flight have deadlines of their own
         outputs = core.pauses.drain()
-        duty.begin(message.what, CONTROL_DEADLINES_S.get(message.what, STEP_DEADLINE_S))
+        duty.begin(message.operation, CONTROL_DEADLINES_S.get(message.operation, STEP_DEADLINE_S))
         outputs += _control(core, message, pausing, done)
         duty.begin(TURN)
         return [*outputs]
@@ -218,7 +218,7 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
     pauses, error, adapter = core.pauses, "", None
     outputs: list[Output] = []
     try:
-        match message.what:
+        match message.operation:
             case "load_adapter":
                 adapter = core.load_adapter(message.path)
             case "reset_prefix_cache":

@@ -91,8 +91,8 @@ class Choice:
             update.logprobs = output.logprobs[:num_taken]
         if output.weights_version:
             update.versions = [output.weights_version] * num_taken
-        if self._stops is not None and self._stops.found is not None:
-            update.finish_reason, update.stop_reason = "stop", self._stops.found
+        if self._stops is not None and self._stops.matched is not None:
+            update.finish_reason, update.stop_reason = "stop", self._stops.matched
         elif output.finish_reason is not None:
             update.finish_reason = output.finish_reason
             update.stop_reason = output.stop_token if output.stop_token in self._user_stop_ids else None
@@ -112,14 +112,14 @@ class Choice:
             text = stream.push([token])
             may_stop = self._may_stop(text) and self._num_tokens + num_taken > self._min_tokens
             parts.append(self._stops.push(text, may_stop))
-            if self._stops.found is not None:
+            if self._stops.matched is not None:
                 return "".join(parts), num_taken
         if output.finish_reason is not None:
             is_past_minimum = self._num_tokens + len(visible) > self._min_tokens
             ended_well = output.finish_reason in ("stop", "length")
             text = stream.flush()
             parts.append(self._stops.push(text, self._may_stop(text) and ended_well and is_past_minimum))
-            if self._stops.found is None:
+            if self._stops.matched is None:
                 parts.append(self._stops.flush())
         return "".join(parts), len(output.tokens)
 

@@ -105,7 +105,9 @@ class AsyncEngine:
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._end_reason = ""  # why `close` was called
-        self._asked: dict[int, asyncio.Future[ControlReply]] = {}  # control messages without an answer, by number
+        self._pending_replies: dict[
+            int, asyncio.Future[ControlReply]
+        ] = {}  # control messages without an answer, by number
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
@@ -257,9 +259,9 @@ class AsyncEngine:
         """Make the core drop all cached content; return False if some of it is in use."""
         return not (await self._ask("reset_prefix_cache")).error
 
-    async def control(self, what: str, **fields: Any) -> EngineState:
+    async def control(self, operation: str, **fields: Any) -> EngineState:
         """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused."""
-        answer = await self._ask(what, **fields)
+        answer = await self._ask(operation, **fields)
         if answer.error:
             raise WeightsError(answer.error)
         return answer.state
@@ -277,13 +279,13 @@ class AsyncEngine:
             raise AdapterError(answer.error)
         return answer.adapter
 
-    def _ask(self, what: str, **fields: Any) -> asyncio.Future[ControlReply]:
+    def _ask(self, operation: str, **fields: Any) -> asyncio.Future[ControlReply]:
         """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
         number = next(self._ids)
-        waiting = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._send(Control(number, what, **fields))  # type: ignore[arg-type]
+        waiting = self._pending_replies[number] = asyncio.get_running_loop().create_future()
+        self._send(Control(number, operation, **fields))  # type: ignore[arg-type]
         return waiting
 
     def _unload_again(self, loading: asyncio.Future[ControlReply]) -> None:
@@ -347,7 +349,7 @@ class AsyncEngine:
         self.state = message.state
         if self.state.fingerprint != self.info.fingerprint:
             self.info = msgspec.structs.replace(self.info, fingerprint=self.state.fingerprint)
-        waiting = self._asked.pop(message.number)
+        waiting = self._pending_replies.pop(message.number)
         if not waiting.done():
             waiting.set_result(message)
 
@@ -373,7 +375,7 @@ class AsyncEngine:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))
-        for waiting in self._asked.values():
+        for waiting in self._pending_replies.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
         for request_id in [*self.answers]:

@@ -69,15 +69,15 @@ def _text_or_ids(prompt: Any) -> str | list[int]:
     return prompt  # type: ignore[no-any-return]
 
 
-def for_each(field: str, given: T | Sequence[T | None] | None, kind: type[T], num_prompts: int) -> Sequence[T | None]:
+def for_each(field: str, values: T | Sequence[T | None] | None, kind: type[T], num_prompts: int) -> Sequence[T | None]:
     """Return one value per prompt from one value for all, none, or a list."""
-    if given is None or isinstance(given, kind):
-        return [given] * num_prompts
-    if not (isinstance(given, Sequence) and all(isinstance(each, kind | None) for each in given)):
-        raise InvalidRequest(field, f"{type(given).__name__} given; a {kind.__name__}, or a list of them is expected")
-    if len(given) != num_prompts:
-        raise InvalidRequest(field, f"{len(given)} given for {num_prompts} prompts; give one, or one for each")
-    return given
+    if values is None or isinstance(values, kind):
+        return [values] * num_prompts
+    if not (isinstance(values, Sequence) and all(isinstance(each, kind | None) for each in values)):
+        raise InvalidRequest(field, f"{type(values).__name__} given; a {kind.__name__}, or a list of them is expected")
+    if len(values) != num_prompts:
+        raise InvalidRequest(field, f"{len(values)} given for {num_prompts} prompts; give one, or one for each")
+    return values
 
 
 class LoadedAdapters:

@@ -51,9 +51,9 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
-def embedding_of(numbers: bytes, normalize: bool) -> np.ndarray:
+def embedding_of(embedding: bytes, normalize: bool) -> np.ndarray:
     """Return the float32 vector in an answer's `embedding`, scaled to length 1 if `normalize` is set."""
-    vector = np.frombuffer(numbers, "<f4")
+    vector = np.frombuffer(embedding, "<f4")
     return vector / (np.linalg.norm(vector) or 1.0) if normalize else vector  # a vector of zeros stays as it is
 
 

@@ -172,8 +172,8 @@ class _Arguments(ABC):
         if self._num_chars > MAX_GRAMMAR_CHARS:
             self._raise(f"its grammar would have more than {MAX_GRAMMAR_CHARS} characters")
 
-    def _raise(self, what: str) -> NoReturn:
-        raise InvalidRequest("tools", f"{self._function.name}: {what}")
+    def _raise(self, reason: str) -> NoReturn:
+        raise InvalidRequest("tools", f"{self._function.name}: {reason}")
 
     def _target(self, reference: str) -> Any:
         if (found := target(reference, self._root)) is None:
@@ -184,9 +184,9 @@ class _Arguments(ABC):
         if found := schema.keys() & unheld:
             self._refuse(where + min(found))
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, feature: str) -> None:
         if self._function.is_strict:
-            self._raise(f"{what}: calls of {self._form.name} are not held to that")
+            self._raise(f"{feature}: calls of {self._form.name} are not held to that")
 
     def _json(self, branch: Mapping[str, Any], kind: str) -> str:
         """Return the name of a rule for a value of this type, written as JSON."""
@@ -283,7 +283,7 @@ class _Quoted(_Arguments):
     key = r"[^\s,:=(){}\[\]<>'\"\\]+"
 
     def all(self) -> str:
-        self._known: dict[str, str] = {}  # schema as JSON → name of its rule
+        self._rule_names: dict[str, str] = {}  # schema as JSON → name of its rule
         self._prefix = f"value_{len(self._rules.lines)}"  # no other function's, because each adds lines
         self._pending: list[tuple[str, Any]] = []  # rules to build, with their schemas; each may add others
         arguments = super().all()
@@ -294,10 +294,10 @@ class _Quoted(_Arguments):
 
     def _value(self, schema: Any) -> str:
         key = json.dumps(schema, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = f"{self._prefix}_{len(self._known)}"
-            self._pending.append((self._known[key], schema))
-        return self._known[key]
+        if key not in self._rule_names:
+            self._rule_names[key] = f"{self._prefix}_{len(self._rule_names)}"
+            self._pending.append((self._rule_names[key], schema))
+        return self._rule_names[key]
 
     def _ways(self, kind: str, branch: Mapping[str, Any]) -> Iterator[str]:
         quote = self._parameters.quote

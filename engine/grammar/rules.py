@@ -17,10 +17,10 @@ ANY = r"(.|\n)*"
 BLANK = r"[ \t\r\n]*"
 
 
-def json_body(wanted: StructuredOutputs) -> str:
+def json_body(outputs: StructuredOutputs) -> str:
     """Return the Lark expression for JSON that follows the request's structured_outputs."""
-    schema = prepared({"type": "object"} if wanted.kind == "json_object" else wanted.json, "structured_outputs.json")
-    return lark_json(schema, coerce_one_of=wanted.coerce_one_of, whitespace_pattern=WHITESPACE)
+    schema = prepared({"type": "object"} if outputs.kind == "json_object" else outputs.json, "structured_outputs.json")
+    return lark_json(schema, coerce_one_of=outputs.coerce_one_of, whitespace_pattern=WHITESPACE)
 
 
 class Rules:
@@ -87,12 +87,12 @@ class Rules:
             return f"({opening})? thoughts "
         return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
 
-    def answer(self, wanted: StructuredOutputs, thinking: Thinking | None = None) -> str:
+    def answer(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
         """Add a rule for an answer that follows the request's structured_outputs and return its name."""
-        kind = wanted.kind
-        value = getattr(wanted, kind)
+        kind = outputs.kind
+        value = getattr(outputs, kind)
         if kind in ("json", "json_object"):
-            body = json_body(wanted)
+            body = json_body(outputs)
         elif kind == "regex":
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value)  # a slash would end the expression
             body = f"/{pattern}/"

@@ -12,18 +12,18 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import StructuredOutputs
 
 
-def grammar_source(wanted: StructuredOutputs) -> str:
+def grammar_source(outputs: StructuredOutputs) -> str:
     """Return the text of the grammar."""
-    wanted.check()
-    if wanted.kind in ("json", "json_object"):  # not in Lark, within which llguidance takes 1 ms longer to compile it
-        return f'{{"grammars": [{{"json_schema": {json_body(wanted).removeprefix("%json ")}}}]}}'
-    if wanted.grammar is None:
+    outputs.check()
+    if outputs.kind in ("json", "json_object"):  # not in Lark, within which llguidance takes 1 ms longer to compile it
+        return f'{{"grammars": [{{"json_schema": {json_body(outputs).removeprefix("%json ")}}}]}}'
+    if outputs.grammar is None:
         rules = Rules({})
-        return rules.lark(rules.answer(wanted))
-    if "::=" in wanted.grammar:
-        what = "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected"
-        raise InvalidRequest(wanted.field, what)
-    return wanted.grammar
+        return rules.lark(rules.answer(outputs))
+    if "::=" in outputs.grammar:
+        reason = "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected"
+        raise InvalidRequest(outputs.field, reason)
+    return outputs.grammar
 
 
 def check_pattern(pattern: str, field: str) -> None:

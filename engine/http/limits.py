@@ -28,14 +28,14 @@ class Limits:
     max_connections: Count = flag("maximum number of connections", "N", default=4096)
 
 
-def allow_open_files(wanted: int) -> int:
-    """Raise the soft limit of open files to `wanted`, as far as the hard limit allows. Return how many may be open now,
-    at most `wanted`.
+def allow_open_files(num_files: int) -> int:
+    """Raise the soft limit of open files to `num_files`, as far as the hard limit allows. Return how many may be open now,
+    at most `num_files`.
 
     Each connection needs a file descriptor, and the usual soft limit of 1,024 is lower than what a server or a benchmark
     may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    reachable = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if soft != resource.RLIM_INFINITY and soft < reachable:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     return reachable

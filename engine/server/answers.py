@@ -106,18 +106,18 @@ def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) ->
     return wanted
 
 
-def _of_format(call: Call, given: ResponseFormat) -> StructuredOutputs:
-    if given.schema is not None:
+def _of_format(call: Call, form: ResponseFormat) -> StructuredOutputs:
+    if form.schema is not None:
         call.paths["structured_outputs.json"] = call.client_path("response_format.schema")
-        return StructuredOutputs(json=given.schema)
-    if given.type == "json_object":
+        return StructuredOutputs(json=form.schema)
+    if form.type == "json_object":
         call.paths["structured_outputs.json_object"] = call.client_path("response_format")
         return StructuredOutputs(json_object=True)
-    if given.json_schema is None or given.json_schema.schema is None:
-        field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
+    if form.json_schema is None or form.json_schema.schema is None:
+        field = "response_format.json_schema" + ("" if form.json_schema is None else ".schema")
         raise InvalidRequest(field, "the field is required")
     call.paths["structured_outputs.json"] = call.client_path("response_format.json_schema.schema")
-    return StructuredOutputs(json=given.json_schema.schema)
+    return StructuredOutputs(json=form.json_schema.schema)
 
 
 def token_fields(request: GenerateRequest, update: Update) -> Json:

@@ -17,21 +17,21 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
     """Complete the prompt or prompts, n times each."""
     request = service.accept(call, body, CompletionRequest)
     # An echoed prompt includes its log-probabilities.
-    asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     wanted = wanted_outputs(call, request, service.config.coerce_one_of)
     params = sampling_params(
         service,
         request,
         structured_outputs=wanted,
         logprobs=request.logprobs,
-        prompt_logprobs=max((value for value in asked if value is not None), default=None),
+        prompt_logprobs=max((value for value in counts if value is not None), default=None),
     )
     ids = given_ids(call, "prompt", request.prompt)
     inputs = [ids] if ids is not None else decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
-        what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
-        raise InvalidRequest("n", what)
+        reason = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
+        raise InvalidRequest("n", reason)
     with service.admit(num_sequences):
         prompts = await to_ids("prompt", inputs, service, request, num_answered=int(params.max_tokens != 0))
         field = "prompt_logprobs" if request.prompt_logprobs == params.prompt_logprobs else "logprobs"
@@ -60,16 +60,20 @@ class CompletionWriter(ChoicesWriter):
 
     def _whole(self, choices: list[list[Update]]) -> Json:
         return self._completion(
-            [self._choice(place, update, is_first=True) for place, each in enumerate(choices) for update in each]
+            [
+                self._choice(prompt_index, update, is_first=True)
+                for prompt_index, each in enumerate(choices)
+                for update in each
+            ]
         )
 
-    def _chunks(self, place: int, update: Update) -> list[Json]:
-        index = self._index(place, update)
+    def _chunks(self, prompt_index: int, update: Update) -> list[Json]:
+        index = self._index(prompt_index, update)
         is_first = index not in self._offsets
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
             return []  # text is held back: part of a character or of a possible stop string
-        return [self._completion([self._choice(place, update, is_first)])]
+        return [self._completion([self._choice(prompt_index, update, is_first)])]
 
     def _empty(self) -> Json:
         return self._completion([])
@@ -79,20 +83,20 @@ class CompletionWriter(ChoicesWriter):
         names = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
         return names | {"choices": choices}
 
-    def _choice(self, place: int, update: Update, is_first: bool) -> Json:
+    def _choice(self, prompt_index: int, update: Update, is_first: bool) -> Json:
         """Return an update as a choice. With `echo`, the first one begins with the prompt."""
-        request, index = self._request, self._index(place, update)
+        request, index = self._request, self._index(prompt_index, update)
         choice: Json = {
             "index": index,
             "text": update.text,
-            "logprobs": self._logprobs(place, update, index, is_first),
+            "logprobs": self._logprobs(prompt_index, update, index, is_first),
             "finish_reason": update.finish_reason,
             "stop_reason": update.stop_reason,
             **token_fields(request, update),
         }
         if is_first and request.echo:
-            choice["text"] = self._echo(place) + update.text
-        answer, is_whole = self._call.answers[place], not request.stream
+            choice["text"] = self._echo(prompt_index) + update.text
+        answer, is_whole = self._call.answers[prompt_index], not request.stream
         if is_whole or (is_first and request.return_token_ids):
             choice["prompt_token_ids"] = answer.prompt_token_ids if request.return_token_ids else None
         if is_whole:
@@ -101,24 +105,24 @@ class CompletionWriter(ChoicesWriter):
             choice["prompt_logprobs"] = found
         return choice
 
-    def _index(self, place: int, update: Update) -> int:
-        return place * len(self._call.answers[place].choices) + update.index
+    def _index(self, prompt_index: int, update: Update) -> int:
+        return prompt_index * len(self._call.answers[prompt_index].choices) + update.index
 
-    def _logprobs(self, place: int, update: Update, index: int, is_first: bool) -> Json | None:
+    def _logprobs(self, prompt_index: int, update: Update, index: int, is_first: bool) -> Json | None:
         offset = self._offsets.setdefault(index, 0)
         if self._request.logprobs is None:
             return None
         tokens, first_id = update.logprobs or [], None
         if is_first and self._request.echo:
-            answer = self._call.answers[place]
+            answer = self._call.answers[prompt_index]
             tokens, first_id = [*(answer.prompt_logprobs or ()), *tokens], answer.prompt_token_ids[0]
         as_ids = self._request.return_tokens_as_token_ids
         reply, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, offset, first_id, as_ids)
         return reply
 
-    def _echo(self, place: int) -> str:
+    def _echo(self, prompt_index: int) -> str:
         """Return the client's prompt text if it is the model's input unchanged, else the decoded prompt."""
-        given = self._inputs[place]
-        if isinstance(given, str) and self._request.truncate_prompt_tokens is None:
-            return given
-        return self._tokenizer.decode(self._call.answers[place].prompt_token_ids, skip_special_tokens=False)
+        prompt = self._inputs[prompt_index]
+        if isinstance(prompt, str) and self._request.truncate_prompt_tokens is None:
+            return prompt
+        return self._tokenizer.decode(self._call.answers[prompt_index].prompt_token_ids, skip_special_tokens=False)

@@ -29,47 +29,47 @@ class Conversation:
         """Decode the messages of a chat request; append the names of ignored fields to `ignored`."""
         check_braces("messages", raw, info)
         self.messages = [
-            _plain(f"messages[{place}]", message)
-            for place, message in enumerate(decode_lenient(list[Message], raw, "messages", ignored))
+            _plain(f"messages[{index}]", message)
+            for index, message in enumerate(decode_lenient(list[Message], raw, "messages", ignored))
         ]
 
     # The other APIs add one part after the other, each with its path in the client's request. Consecutive reasoning,
     # text and calls of an assistant become one message.
 
-    def say(self, place: str, role: str, content: str | list[dict[str, str]], field: str = ".content") -> None:
-        """Add the text of a message. `field`: its path relative to `place`."""
-        at = self._assistants(place, "content") if role == "assistant" else self._add(place, role)
+    def say(self, path: str, role: str, content: str | list[dict[str, str]], field: str = ".content") -> None:
+        """Add the text of a message. `field`: its path relative to `path`."""
+        at = self._assistants(path, "content") if role == "assistant" else self._add(path, role)
         self.messages[-1]["content"] = content
-        self.paths[f"{at}.content"] = place + field
+        self.paths[f"{at}.content"] = path + field
 
-    def think(self, place: str, text: str) -> None:
+    def think(self, path: str, text: str) -> None:
         if text:
-            self._assistants(place, "content", "tool_calls", "reasoning_content")
+            self._assistants(path, "content", "tool_calls", "reasoning_content")
             self.messages[-1]["reasoning_content"] = text
 
-    def call(self, place: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
-        at = self._assistants(place)
+    def call(self, path: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        at = self._assistants(path)
         calls = self.messages[-1].setdefault("tool_calls", [])
-        self.paths[f"{at}.tool_calls[{len(calls)}].function"] = place
-        self.paths[f"{at}.tool_calls"] = place  # errors about all calls name the last one
+        self.paths[f"{at}.tool_calls[{len(calls)}].function"] = path
+        self.paths[f"{at}.tool_calls"] = path  # errors about all calls name the last one
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, place: str, call_id: str, content: str | list[dict[str, str]], id_field: str) -> None:
+    def result(self, path: str, call_id: str, content: str | list[dict[str, str]], id_field: str) -> None:
         """Add a message with the result of a call. `id_field`: the client's name of `tool_call_id`."""
-        at = self._add(place, "tool")
+        at = self._add(path, "tool")
         self.messages[-1] |= {"tool_call_id": call_id, "content": content}
-        self.paths[f"{at}.tool_call_id"] = f"{place}.{id_field}"
+        self.paths[f"{at}.tool_call_id"] = f"{path}.{id_field}"
 
-    def _add(self, place: str, role: str) -> str:
+    def _add(self, path: str, role: str) -> str:
         at = f"messages[{len(self.messages)}]"
         self.messages.append({"role": role})
-        self.paths[at] = place
+        self.paths[at] = path
         return at
 
-    def _assistants(self, place: str, *without: str) -> str:
+    def _assistants(self, path: str, *without: str) -> str:
         """Return the path of the last message if it is the assistant's and has none of these fields; else add one."""
         if not self.messages or self.messages[-1]["role"] != "assistant" or self.messages[-1].keys() & set(without):
-            return self._add(place, "assistant")
+            return self._add(path, "assistant")
         return f"messages[{len(self.messages) - 1}]"
 
     @property
@@ -83,8 +83,8 @@ class Conversation:
         if not 1 <= len(self.messages) <= MAX_MESSAGES:
             raise InvalidRequest("messages", f"{len(self.messages)} given; 1 to {MAX_MESSAGES} are allowed")
         called: set[str] = set()
-        for place, message in enumerate(self.messages):
-            field, role = f"messages[{place}]", message["role"]
+        for index, message in enumerate(self.messages):
+            field, role = f"messages[{index}]", message["role"]
             ids = [call["id"] for call in message.get("tool_calls", ())]
             if ids and role != "assistant":
                 raise InvalidRequest(
@@ -119,13 +119,13 @@ def _check_result(field: str, role: str, call_id: str | None, called: set[str]) 
         raise InvalidRequest(field, f"{clip(call_id)!r} is not the id of an earlier call")
 
 
-def _plain(place: str, message: Message) -> dict[str, Any]:
+def _plain(path: str, message: Message) -> dict[str, Any]:
     """Return a message as a dictionary for the template, without unset fields."""
     if message.role == "function":
-        raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is supported")
-    for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
+        raise InvalidRequest(f"{path}.role", "the older form of 'tool', which is supported")
+    for field, reason in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
-            raise InvalidRequest(f"{place}.{field}", what)
+            raise InvalidRequest(f"{path}.{field}", reason)
     plain = {
         name: msgspec.to_builtins(value)
         for name, value in msgspec.structs.asdict(message).items()

@@ -54,15 +54,15 @@ def routes(service: Service, kv_events: KvEvents) -> list[Route]:
     handled, shown = (*POSTS, *OTHERS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ())), GETS
     if service.config.allow_weight_updates:
         handled, shown = (*handled, *control.POSTS), GETS | control.GETS
-    gets: dict[str, Any] = {path: partial(_show, service, what) for path, what in shown.items()}
+    gets: dict[str, Any] = {path: partial(_show, service, show) for path, show in shown.items()}
     gets |= dict.fromkeys(("/v1/models", "/v1/models/{model:path}"), partial(_models, service))
-    made = [Route(path, get, methods=["GET"]) for path, get in {**gets, "/kv_events": kv_events}.items()]
-    return made + [Route(route.path, Endpoint(service, route), methods=[route.method]) for route in handled]
+    get_routes = [Route(path, get, methods=["GET"]) for path, get in {**gets, "/kv_events": kv_events}.items()]
+    return get_routes + [Route(route.path, Endpoint(service, route), methods=[route.method]) for route in handled]
 
 
-async def _show(service: Service, what: Shown, _request: Request) -> Response:
-    shown = what(service)
-    return shown if isinstance(shown, Response) else _json(shown)
+async def _show(service: Service, show: Shown, _request: Request) -> Response:
+    reply = show(service)
+    return reply if isinstance(reply, Response) else _json(reply)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -40,10 +40,10 @@ class RequestSpans(NoSpans):
     def phases(self, call: Call) -> None:
         """Record the phases of every prompt; called when the answers are released."""
         if (trace := self._traces.get(call)) is not None and trace.is_recorded:
-            for place, answer in enumerate(call.answers[:MAX_PROMPTS]):
-                self._phases(trace, answer, place if len(call.answers) > 1 else None)
+            for index, answer in enumerate(call.answers[:MAX_PROMPTS]):
+                self._phases(trace, answer, index if len(call.answers) > 1 else None)
 
-    def _phases(self, trace: Trace, answer: Answer, place: int | None) -> None:
+    def _phases(self, trace: Trace, answer: Answer, index: int | None) -> None:
         """Record queue, prefill and decode; nothing without a first token, since the phase reached is not known."""
         times, begun_s = answer.metrics, answer.started_s
         if times.first_token_s is None and answer.embedding is None:
@@ -51,7 +51,7 @@ class RequestSpans(NoSpans):
         ended_s = time.monotonic() if times.finished_s is None else begun_s + times.finished_s
         first_s = ended_s if times.first_token_s is None else begun_s + times.first_token_s
         queued_s = min(begun_s + (times.queued_s or 0.0), first_s)
-        prompt: dict[str, Value] = {"penstock.prompt.index": place}
+        prompt: dict[str, Value] = {"penstock.prompt.index": index}
         input_usage: dict[str, Value] = {
             "gen_ai.usage.input_tokens": answer.num_prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": answer.num_cached_tokens,

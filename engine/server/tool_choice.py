@@ -172,16 +172,16 @@ class Tools:
         begun: str,
         calls: Calls | None,
         prompt: bytes,
-        wanted: StructuredOutputs | None,
+        answer_format: StructuredOutputs | None,
     ) -> tuple[ReadingPlan, StructuredOutputs | None]:
-        """Return the parsing plan, and the constraint for `wanted`, the calls and the reasoning. `begun`: the text that the
-        answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused are only parsed."""
+        """Return the parsing plan, and the constraint for `answer_format`, the calls and the reasoning. `begun`: the text
+        that the answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or wanted is not None)
-        outputs = await self._constraint(calls, wanted, thought) if is_held else None
+        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or answer_format is not None)
+        outputs = await self._constraint(calls, answer_format, thought) if is_held else None
         if outputs is None:
             is_held = False
-            outputs = await self._constraint(None, wanted, thought)
+            outputs = await self._constraint(None, answer_format, thought)
         return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False), outputs
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
@@ -265,27 +265,27 @@ def _functions(tools: list[Tool], coerce_one_of: bool) -> list[ToolSpec]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(tools)} given; at most {MAX_TOOLS} are allowed")
     functions: dict[str, ToolSpec] = {}
-    for place, tool in enumerate(tools):
-        field, given = f"tools[{place}].function", tool.function
-        if _NAME.fullmatch(given.name) is None:
+    for index, tool in enumerate(tools):
+        field, function = f"tools[{index}].function", tool.function
+        if _NAME.fullmatch(function.name) is None:
             raise InvalidRequest(
-                f"{field}.name", f"{clip(given.name)!r}; 1 to 64 letters, digits, underscores and dashes are allowed"
+                f"{field}.name", f"{clip(function.name)!r}; 1 to 64 letters, digits, underscores and dashes are allowed"
             )
-        if given.name in functions:
-            raise InvalidRequest(f"{field}.name", f"{given.name!r} is given twice")
-        functions[given.name] = ToolSpec(
-            given.name, _schema(f"{field}.parameters", given.parameters), bool(given.strict), coerce_one_of
+        if function.name in functions:
+            raise InvalidRequest(f"{field}.name", f"{function.name!r} is given twice")
+        functions[function.name] = ToolSpec(
+            function.name, _schema(f"{field}.parameters", function.parameters), bool(function.strict), coerce_one_of
         )
     return list(functions.values())
 
 
-def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
-    if given is None:
+def _schema(field: str, schema: dict[str, Any] | None) -> dict[str, Any]:
+    if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    size_bytes = len(msgspec.json.encode(given))
+    size_bytes = len(msgspec.json.encode(schema))
     if size_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    types = given.get("type", "object")
+    types = schema.get("type", "object")
     if all(each in NOT_OBJECTS for each in (types if isinstance(types, list) else [types])):
         raise InvalidRequest(f"{field}.type", f"{clip(str(types))!r}; arguments are an object")
-    return given
+    return schema

@@ -22,9 +22,9 @@ def chat_prompt(
     reasoning_effort: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     documents: list[dict[str, Any]] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> str:
-    """Render the messages; `given` is passed on to `template.render`. For a template without tool support, tools and
+    """Render the messages; `options` is passed on to `template.render`. For a template without tool support, tools and
     their calls are rendered as text, since it would drop them. Raise InvalidRequest for invalid messages or options."""
     switch = {} if reasoning_effort is None else thinking_switch(reasoning_effort != "none")
     variables = {"documents": documents, **switch, **(chat_template_kwargs or {})}
@@ -39,7 +39,7 @@ def chat_prompt(
         add_generation_prompt=opens,
         continue_final_message=continues,
         tools_as_text=not template.has_tools,
-        **given,
+        **options,
         **variables,
     )
 

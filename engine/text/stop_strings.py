@@ -14,10 +14,10 @@ StopCondition = Callable[[str], bool]
 
 
 class StopStrings:
-    """The matching state of one text. Once `found` is set, the text has ended and nothing more may be pushed."""
+    """The matching state of one text. Once `matched` is set, the text has ended and nothing more may be pushed."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        self.found: str | None = None
+        self.matched: str | None = None
         self._stops = tuple(stops)
         self._firsts = frozenset(stop[0] for stop in stops)
         self._include = include_in_output
@@ -35,9 +35,9 @@ class StopStrings:
             if place >= 0:
                 ends.append((place + len(stop), -len(stop), stop))
         if ends:
-            end, _, self.found = min(ends)
+            end, _, self.matched = min(ends)
             self._held = ""
-            return pending[: end if self._include else end - len(self.found)]
+            return pending[: end if self._include else end - len(self.matched)]
         cut = len(pending) - num_held(pending, 0, self._stops)
         self._held = pending[cut:]
         return pending[:cut]

@@ -73,14 +73,14 @@ class Tokenizer:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Convert an error of the `tokenizers` library, which raises plain Exception only, to ModelError with `what`."""
+def refusing(problem: str) -> Iterator[None]:
+    """Convert an error of the `tokenizers` library, which raises plain Exception only, to ModelError with `problem`."""
     try:
         yield
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise ModelError(f"{what}: {error}") from None
+        raise ModelError(f"{problem}: {error}") from None
 
 
 def _refuse_bad_text(texts: Sequence[str]) -> None:

@@ -45,14 +45,14 @@ class PromptSource(NamedTuple):
     is_text: bool = False
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
-        """Draw numbers that `prompt` turns into tokens."""
+        """Draw ids of words or of tokens for `sample`."""
         if self.is_text:
             return rng.choices(range(len(_WORDS)), k=count)
         return rng.choices(range(min(_SPECIAL_IDS, self.vocab_size // 2), self.vocab_size), k=count)
 
-    def sample(self, numbers: list[int], output_len: int, arrival_s: float | None = None) -> Sample:
-        prompt = " ".join(_WORDS[number] for number in numbers) if self.is_text else numbers
-        return Sample(prompt, len(numbers), output_len, arrival_s)
+    def sample(self, ids: list[int], output_len: int, arrival_s: float | None = None) -> Sample:
+        prompt = " ".join(_WORDS[each] for each in ids) if self.is_text else ids
+        return Sample(prompt, len(ids), output_len, arrival_s)
 
 
 def random_samples(args: argparse.Namespace, source: PromptSource) -> list[Sample]:
@@ -61,9 +61,9 @@ def random_samples(args: argparse.Namespace, source: PromptSource) -> list[Sampl
     prefixes = [source.draw(args.random_prefix_len, rng) for _ in range(args.random_num_prefixes)]
     samples = []
     for _ in range(args.num_prompts):
-        numbers = source.draw(_length(args.random_input_len, args.random_range_ratio, rng), rng)
+        ids = source.draw(_length(args.random_input_len, args.random_range_ratio, rng), rng)
         output_len = _length(args.random_output_len, args.random_range_ratio, rng)
-        samples.append(source.sample(rng.choice(prefixes) + numbers, output_len))
+        samples.append(source.sample(rng.choice(prefixes) + ids, output_len))
     return samples
 
 
@@ -117,14 +117,14 @@ def timed_trace_samples(args: argparse.Namespace, source: PromptSource) -> list[
     samples = []
     for entry in entries:
         prompt_len = max(1, round(entry.input_length * scale))
-        numbers: list[int] = []
+        ids: list[int] = []
         for hash_id in entry.hash_ids or ():
             if hash_id not in pieces:
                 pieces[hash_id] = source.draw(piece_len, rng)
-            numbers += pieces[hash_id]
-        numbers = numbers[:prompt_len] + source.draw(max(0, prompt_len - len(numbers)), rng)
+            ids += pieces[hash_id]
+        ids = ids[:prompt_len] + source.draw(max(0, prompt_len - len(ids)), rng)
         at_s = (entry.timestamp - entries[0].timestamp) / 1000 / args.trace_speed
-        samples.append(source.sample(numbers, max(1, round(entry.output_length * scale)), at_s))
+        samples.append(source.sample(ids, max(1, round(entry.output_length * scale)), at_s))
     return _enough(args, samples)
 
 

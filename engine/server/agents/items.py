@@ -72,16 +72,18 @@ class _ToolType(msgspec.Struct):
     type: Any = None
 
 
-def own_tools(given: Sequence[Raw] | None, kind: Any, vendors: re.Pattern[str], ignored: list[str]) -> dict[int, Any]:
+def own_tools(
+    raw_tools: Sequence[Raw] | None, kind: Any, vendors: re.Pattern[str], ignored: list[str]
+) -> dict[int, Any]:
     """Decode the tools that the client runs, by position. Tools whose type matches `vendors` run only in a vendor's
     cloud: they are skipped, and their types are added to `ignored`."""
     tools: dict[int, Any] = {}
-    if given is not None and len(given) > MAX_TOOLS:
-        raise InvalidRequest("tools", f"{len(given)} given; at most {MAX_TOOLS} are allowed")
-    for place, raw in enumerate(given or ()):
-        tool_type = decode(_ToolType, raw, f"tools[{place}]").type
+    if raw_tools is not None and len(raw_tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"{len(raw_tools)} given; at most {MAX_TOOLS} are allowed")
+    for index, raw in enumerate(raw_tools or ()):
+        tool_type = decode(_ToolType, raw, f"tools[{index}]").type
         if not isinstance(tool_type, str) or vendors.fullmatch(tool_type) is None:
-            tools[place] = decode_lenient(kind, raw, f"tools[{place}]", ignored)
+            tools[index] = decode_lenient(kind, raw, f"tools[{index}]", ignored)
         elif (name := f"tools:{tool_type}") not in ignored:
             ignored.append(name)
     return tools

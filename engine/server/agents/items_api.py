@@ -167,11 +167,15 @@ def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[
     return {**names, **DEFAULTS, **defaults, **asked, "tools": tools, "text": text, "output": []}
 
 
-def _keep(service: Service, call: Call, request: ResponsesRequest, given: list[AnyItem], reply: dict[str, Any]) -> bool:
+def _keep(
+    service: Service, call: Call, request: ResponsesRequest, input_items: list[AnyItem], reply: dict[str, Any]
+) -> bool:
     """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
-    items = msgspec.json.encode([*given, *msgspec.convert(reply["output"], list[ITEM])])  # without log-probabilities
+    items = msgspec.json.encode(
+        [*input_items, *msgspec.convert(reply["output"], list[ITEM])]
+    )  # without log-probabilities
     stored = StoredResponse(call.owner, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)
 

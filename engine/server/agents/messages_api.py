@@ -84,25 +84,25 @@ def _chat(
     return schema.ChatRequest(messages=Raw(), **fields), conversation
 
 
-def _add(chat: Conversation, place: str, message: BlockMessage) -> None:
+def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
     """Add an assistant's blocks as one message, and each tool result as a separate message between the texts."""
     content = message.content or ("" if message.role == "assistant" else [])  # an answer may have been empty
     blocks = [TextBlock(text=content)] if isinstance(content, str) else content
     if not blocks:
-        raise InvalidRequest(f"{place}.content", "at least one block is needed")
+        raise InvalidRequest(f"{path}.content", "at least one block is needed")
     texts: list[dict[str, str]] | None = None
     for index, block in enumerate(blocks):
-        at = f"{place}.content[{index}]"
+        at = f"{path}.content[{index}]"
         owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
         if message.role != owner and not isinstance(block, TextBlock):
             raise InvalidRequest(f"{at}.type", f"only messages of the {owner} have it; the role is {message.role!r}")
         if isinstance(block, TextBlock):
             if texts is None:
                 texts = []
-                chat.say(place, message.role, texts)
+                chat.say(path, message.role, texts)
             texts.append({"type": "text", "text": block.text})
         elif isinstance(block, ThinkingBlock):
-            chat.think(place, block.thinking)
+            chat.think(path, block.thinking)
         elif isinstance(block, ToolUseBlock):
             chat.call(at, block.id, block.name, block.input)
         else:

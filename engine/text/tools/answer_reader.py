@@ -72,7 +72,7 @@ class AnswerReader(CallReader):
             try:
                 yield from self._form.parse(self, mark)
             except Malformed as error:
-                self._give_up(error.place)
+                self._give_up(error.position)
             self.is_closing = self.is_within_call = self._is_calling = False
 
     def _read_text(self) -> Wait[str]:
@@ -89,12 +89,12 @@ class AnswerReader(CallReader):
             self._content(text[at : self.at], self.at)
             yield from self.wait()
 
-    def _give_up(self, place: int) -> None:
+    def _give_up(self, end: int) -> None:
         """Turn the text of a failed call into content. It is not searched again, since the time for many failed calls
         would be quadratic."""
         self._flush()
-        self._content("".join(self.raw) + self.text[self.at : place], place)
-        self.raw, self.at = [], place
+        self._content("".join(self.raw) + self.text[self.at : end], end)
+        self.raw, self.at = [], end
         self._num_false += 1
 
     def _content(self, text: str, end: int) -> None:

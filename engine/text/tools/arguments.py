@@ -114,20 +114,20 @@ def followed(root: Any) -> list[Any]:
     return found
 
 
-def typed(text: str, wanted: Collection[str]) -> str:
+def typed(text: str, types: Collection[str]) -> str:
     """Return the JSON of a value that was written as text, given the types that the schema accepts. Text that is not a
     value of one of the other types becomes a string, even if the schema does not accept strings."""
     body = text.strip()
-    if wanted != _STRING:
-        body = _CONSTANTS.get(body, body) if "string" not in wanted else body
-        is_number = "number" in wanted or ("integer" in wanted and "string" not in wanted)
+    if types != _STRING:
+        body = _CONSTANTS.get(body, body) if "string" not in types else body
+        is_number = "number" in types or ("integer" in types and "string" not in types)
         if is_number and _NUMBER.fullmatch(body):
             return body  # without decoding, because it may be too large for a float
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             kind = _TYPES[type(msgspec.json.decode(body))]
-            if kind in wanted and kind != "string":
+            if kind in types and kind != "string":
                 return body
-        if body[:1] in ("{", "[") and "string" not in wanted:  # some templates print lists and objects in Python syntax
+        if body[:1] in ("{", "[") and "string" not in types:  # some templates print lists and objects in Python syntax
             source = Source(body)
             with contextlib.suppress(Malformed, msgspec.DecodeError, RecursionError):
                 is_done = next(literals(source, '"', ""), True)
@@ -147,9 +147,9 @@ def tagged(source: Source, parameters: Parameters, schema: Mapping[str, Any], en
     properties, others = form.get("properties"), form.get("additionalProperties")
     before = "{"
     while True:
-        place = yield from source.sign()
-        if (yield from source.passed(place, end)) > place:
-            source.take(place, "}" if before == ", " else "{}")
+        position = yield from source.sign()
+        if (yield from source.passed(position, end)) > position:
+            source.take(position, "}" if before == ", " else "{}")
             return
         yield from source.match(*parameters.before_key.split())
         key = _KEY.match(source.text, source.at)
@@ -161,15 +161,15 @@ def tagged(source: Source, parameters: Parameters, schema: Mapping[str, Any], en
         source.take(key.end())
         yield from source.match(*parameters.before_value.split())
         source.take(source.at, f"{before}{json.dumps(key[0], ensure_ascii=False)}: ")
-        known = properties.get(key[0], others) if isinstance(properties, Mapping) else others
-        yield from _tagged_value(source, parameters, kinds(known, schema))
+        schema_of_value = properties.get(key[0], others) if isinstance(properties, Mapping) else others
+        yield from _tagged_value(source, parameters, kinds(schema_of_value, schema))
         before = ", "
 
 
-def _tagged_value(source: Source, parameters: Parameters, wanted: frozenset[str]) -> Wait[None]:
+def _tagged_value(source: Source, parameters: Parameters, types: frozenset[str]) -> Wait[None]:
     """Read a value up to its closing mark. A string is passed on while it arrives, other values when they are complete.
     In a list or an object, the mark does not count within a JSON string."""
-    closer, is_string = parameters.after_value.strip(), wanted == _STRING
+    closer, is_string = parameters.after_value.strip(), types == _STRING
     held = (closer, *(("\n" + closer,) if parameters.trims else ()))
     while True:
         start = source.at + source.text.startswith("\n", source.at)
@@ -177,19 +177,19 @@ def _tagged_value(source: Source, parameters: Parameters, wanted: frozenset[str]
         if first < len(source.text) or first - start > MAX_FRAME_CHARS:
             break
         yield from source.wait()
-    is_json, is_quoted = _NESTED.get(source.text[first : first + 1]) in wanted, False
+    is_json, is_quoted = _NESTED.get(source.text[first : first + 1]) in types, False
     source.take(start if parameters.trims else source.at, '"' if is_string else "")
     parts: list[str] = []
     while True:
         text, at = source.text, source.at
-        place, end, is_quoted = _closing_mark(text, at, closer, is_json, is_quoted)
-        stop = place - (0 if end < 0 else end > at and parameters.trims and text[end - 1] == "\n")
+        position, end, is_quoted = _closing_mark(text, at, closer, is_json, is_quoted)
+        stop = position - (0 if end < 0 else end > at and parameters.trims and text[end - 1] == "\n")
         if end < 0 and not is_quoted:
             stop -= num_held(text, at, held)
         parts += [] if is_string else [text[at:stop]]
         source.take(stop, _inside(text[at:stop]) if is_string else "")
         if end >= 0:
-            source.take(end + len(closer), '"' if is_string else typed("".join(parts), wanted))
+            source.take(end + len(closer), '"' if is_string else typed("".join(parts), types))
             return
         yield from source.wait()
 

@@ -25,11 +25,11 @@ Wait = Generator[None, None, T]  # yields whenever it needs more text
 
 
 class Malformed(Exception):
-    """Raised if the text is not a call. Another one may begin at `place`."""
+    """Raised if the text is not a call. Another one may begin at `position`."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__(place)
-        self.place = place
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
 
 
 class Source:
@@ -58,11 +58,11 @@ class Source:
     def sign(self, skipped: int = 0) -> Wait[int]:
         """Return the position of the next non-blank character, `skipped` characters or more behind the current one."""
         while True:
-            place = skip_blank(self.text, self.at + skipped)
-            if place - self.at >= MAX_FRAME_CHARS:
-                raise Malformed(place)
-            if place < len(self.text):
-                return place
+            position = skip_blank(self.text, self.at + skipped)
+            if position - self.at >= MAX_FRAME_CHARS:
+                raise Malformed(position)
+            if position < len(self.text):
+                return position
             yield
 
     def passed(self, at: int, mark: str) -> Wait[int]:
@@ -76,19 +76,19 @@ class Source:
     def match(self, *words: str) -> Wait[None]:
         """Consume these words, each with optional whitespace before it; raise Malformed if another text follows."""
         for word in words:
-            place = yield from self.sign()
-            end = yield from self.passed(place, word)
-            if end == place:
-                raise Malformed(place)
+            position = yield from self.sign()
+            end = yield from self.passed(position, word)
+            if end == position:
+                raise Malformed(position)
             self.take(end)
 
     def name(self) -> Wait[str]:
         """Consume a name or an id, with optional whitespace before it, once the text shows where it ends."""
-        place = yield from self.sign()
+        position = yield from self.sign()
         while True:
-            found = _NAME.match(self.text, place)
+            found = _NAME.match(self.text, position)
             if found is None:
-                raise Malformed(place)
+                raise Malformed(position)
             if found.end() < len(self.text):
                 self.take(found.end())
                 return found[0]
@@ -96,11 +96,11 @@ class Source:
 
     def quoted(self) -> Wait[str]:
         """Consume a short JSON string without escapes, with optional whitespace before it."""
-        place = yield from self.sign()
+        position = yield from self.sign()
         while True:
-            found = _QUOTED.match(self.text, place)
+            found = _QUOTED.match(self.text, position)
             if found is None or not (found[2] or found.end() == len(self.text)):
-                raise Malformed(place)
+                raise Malformed(position)
             if found[2]:
                 self.take(found.end())
                 return found[1]

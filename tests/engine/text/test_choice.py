@@ -110,17 +110,17 @@ def test_random_texts_are_cut_where_brute_force_cuts_them_and_hold_back_the_leas
         expected = first_stop(whole, stops)
         text = StopStrings(stops, include)
         at, given = 0, ""
-        while at < len(whole) and text.found is None:
+        while at < len(whole) and text.matched is None:
             size = rng.randint(0, 5)
             given += text.push(whole[at : at + size])
             at += size
-            if text.found is None:
+            if text.matched is None:
                 held = max(size for stop in stops for size in range(len(stop)) if whole[:at].endswith(stop[:size]))
                 assert given == whole[: len(whole[:at]) - held]
         if expected is None:
-            assert (text.found, given + text.flush()) == (None, whole)
+            assert (text.matched, given + text.flush()) == (None, whole)
         else:
             found_count += 1
             end, stop = expected
-            assert (text.found, given) == (stop, whole[: end if include else end - len(stop)])
+            assert (text.matched, given) == (stop, whole[: end if include else end - len(stop)])
     assert 1000 < found_count < 3900
