@@ -233,11 +233,11 @@ class RouterApp:
             except (ConnectFailed, TimeoutError):
                 return 0
 
-        asked = [each for each in replicas if not each.is_down]
-        statuses = await asyncio.gather(*map(ask, asked))
+        candidates = [each for each in replicas if not each.is_down]
+        statuses = await asyncio.gather(*map(ask, candidates))
         for status in (200, 401, 403):  # a replica that refuses the key says so itself
             if status in statuses:
-                return asked[statuses.index(status)]
+                return candidates[statuses.index(status)]
         if num_unknown := len(replicas) - sum(map(NOT_STORED.__contains__, statuses)):
             message = f"response_id: {clip(response_id)!r} may be at {num_unknown} of {len(replicas)} replicas, which cannot say so now"
             raise HttpError(503, message, headers={"retry-after": "1"})

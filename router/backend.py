@@ -32,15 +32,15 @@ class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     def of(cls, text: str, field: str = "backend") -> "Backend":
         address, *rest = text.split(",")
         url = canonical_url(address, field)
-        given: dict[str, str] = {}
+        options: dict[str, str] = {}
         for each in rest:
             name, _, value = each.partition("=")
-            if name not in WORDS or name in given or not value:
+            if name not in WORDS or name in options or not value:
                 raise RouteError(f"{field}: {each[:80]!r} of {text[:160]!r}; {FORM} is expected, each word once")
-            given[name] = _read(name, value, url, field)
-        if "replay" in given and "events" not in given:
+            options[name] = _read(name, value, url, field)
+        if "replay" in options and "events" not in options:
             raise RouteError(f"{field}: {text[:160]!r} has replay without events; what is replayed are its events")
-        return msgspec.convert({"url": url, **given}, cls)
+        return msgspec.convert({"url": url, **options}, cls)
 
 
 def _read(name: str, value: str, url: str, field: str) -> str:

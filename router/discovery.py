@@ -46,7 +46,7 @@ class Discovery:
         self._sources = sources
         self._apply = apply
         self._tasks = tasks
-        self._found: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
+        self._listed: dict[str, dict[str, str]] = {source: {} for source in sources}  # URL → the replica as written
         self._added: set[str] = set()  # URLs that were added here
 
     def start(self) -> None:
@@ -54,24 +54,24 @@ class Discovery:
             self._tasks.keep_running(f"discovery by {source}", partial(self._follow, source))
 
     async def _follow(self, source: str) -> None:
-        said = ""
+        last_error = ""
         while True:
             try:
-                async with contextlib.aclosing(states(source)) as found:
-                    async for texts in found:
+                async with contextlib.aclosing(states(source)) as lists:
+                    async for texts in lists:
                         self._take(source, texts)
-                        said = ""
+                        last_error = ""
             except (OSError, ValueError, LookupError, TypeError) as error:  # or the source has another form
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("discover: %s: %s; the replicas that are known stay", source, said or "no answer")
+                if str(error) != last_error:
+                    last_error = str(error)
+                    log.warning("discover: %s: %s; the replicas that are known stay", source, last_error or "no answer")
                 await asyncio.sleep(ASK_S)
 
     def _take(self, source: str, texts: list[str]) -> None:
         new = {Backend.of(text, "discover").url: text for text in texts}
-        old = self._found[source]
-        others = {url for name, found in self._found.items() if name != source for url in found}
-        self._found[source] = new
+        old = self._listed[source]
+        others = {url for name, listed in self._listed.items() if name != source for url in listed}
+        self._listed[source] = new
         for url in (old.keys() | new.keys()) - others:
             if old.get(url) == new.get(url):
                 continue

@@ -202,15 +202,15 @@ class Router:
 def _follow(addresses: Any, file: Path, is_over: threading.Event) -> None:
     """Keep the addresses of all replicas in the file until `is_over`. While they cannot be read or written, the file
     stays as it is."""
-    known: list[str] = []
+    listed: list[str] = []
     fresh = file.with_suffix(".new")
     while not is_over.wait(FOLLOW_S):
         try:
             urls = ray.get(addresses.urls.remote(), timeout=FOLLOW_TIMEOUT_S)
-            if urls is not None and urls != known:
+            if urls is not None and urls != listed:
                 fresh.write_text("".join(f"{url}\n" for url in urls))
                 fresh.replace(file)  # at once: the router never reads a part of the list
-                known = urls
+                listed = urls
         except (RayError, OSError) as error:
             log.warning("the list of replicas was not updated: %s", error)
 

@@ -253,8 +253,8 @@ class ClientConnection(asyncio.Protocol):
             return HttpError(417, "expect: only '100-continue' is supported", param="expect")
         return None
 
-    def _count(self, wanted: bytes) -> int:
-        return sum(name == wanted for name, _ in self._headers)
+    def _count(self, name: bytes) -> int:
+        return sum(each == name for each, _ in self._headers)
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
@@ -334,8 +334,8 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = time.monotonic() + seconds
         self._late = otherwise
 
-    def _expect_rest(self, what: str, seconds: float) -> None:
-        self._expect(seconds, lambda: self._refuse(HttpError(408, f"the {what} did not arrive within {seconds:g} s")))
+    def _expect_rest(self, part: str, seconds: float) -> None:
+        self._expect(seconds, lambda: self._refuse(HttpError(408, f"the {part} did not arrive within {seconds:g} s")))
 
     def _refuse(self, error: HttpError) -> None:
         """End the connection with `error`, after the answers to earlier requests."""

@@ -95,16 +95,16 @@ class Heads:
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self._max_bytes = min(max_bytes, MAX_PLAIN_BYTES)
         self._max_body_bytes = max_body_bytes
-        self._found = ffi.new("int32_t[9]")
+        self._offsets = ffi.new("int32_t[9]")
         self._lines = ffi.new("uint8_t[]", self._max_bytes)
         self._written = ffi.buffer(self._lines)
 
     def request(self, data: bytes) -> ClientRequest | None:
         """Parse a complete request."""
-        found = self._found
-        if not lib.penstock_plain_request(data, len(data), found, self._lines, self._max_bytes):
+        offsets = self._offsets
+        if not lib.penstock_plain_request(data, len(data), offsets, self._lines, self._max_bytes):
             return None
-        target_end, begin, size, key, key_end, kind, kind_end, session, session_end = ffi.unpack(found, 9)
+        target_end, begin, size, key, key_end, kind, kind_end, session, session_end = ffi.unpack(offsets, 9)
         if len(data) - begin > self._max_body_bytes:
             return None
         target, host = data[5:target_end], _PLAIN_HOST.search(data, target_end, begin)
@@ -123,10 +123,10 @@ class Heads:
 
     def answer(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
         """Parse a complete response; return its head and body."""
-        found = self._found
-        if not lib.penstock_plain_response(data, len(data), found, self._lines, self._max_bytes):
+        offsets = self._offsets
+        if not lib.penstock_plain_response(data, len(data), offsets, self._lines, self._max_bytes):
             return None
-        status, begin, size, cached, cached_end = ffi.unpack(found, 5)
+        status, begin, size, cached, cached_end = ffi.unpack(offsets, 5)
         return AnswerHead(status, self._written[:size], _count(data[cached:cached_end])), data[begin:]
 
 

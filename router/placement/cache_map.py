@@ -141,9 +141,9 @@ class CacheMap:
         # The slot EMPTY refuses every key.
         self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
-    def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
-        cache.counts[what] += number
-        self.totals[what] += number
+    def _count(self, cache: ReplicaCache, counter: str, number: int = 1) -> None:
+        cache.counts[counter] += number
+        self.totals[counter] += number
 
     def _forget(self, cache: ReplicaCache) -> None:
         for layer in range(OLDER + 1):

@@ -86,12 +86,12 @@ def events_of(payload: bytes) -> list[Event]:
         raise BadEvents(f"a batch of cache events: {str(error)[:120]}") from None
 
 
-def _event(said: Any) -> Event | None:
-    if isinstance(said, dict):
-        kind = EVENTS.get(said["type"])
-        return None if kind is None else msgspec.convert(said, kind)
-    kind = EVENTS.get(said[0])
-    return None if kind is None else msgspec.convert(dict(zip(kind.__struct_fields__, said[1:], strict=False)), kind)
+def _event(raw: Any) -> Event | None:
+    if isinstance(raw, dict):
+        kind = EVENTS.get(raw["type"])
+        return None if kind is None else msgspec.convert(raw, kind)
+    kind = EVENTS.get(raw[0])
+    return None if kind is None else msgspec.convert(dict(zip(kind.__struct_fields__, raw[1:], strict=False)), kind)
 
 
 class EngineBlocks:

@@ -191,7 +191,7 @@ class ReplicaLoad:
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
-    def place(self, charge: "Charge") -> None:
+    def add(self, charge: "Charge") -> None:
         self._waiting[charge] = None
         lib.penstock_fleet_place(self.table.c, self.row, charge.own_tokens, charge.held_tokens, charge.placed_s)
 
@@ -271,7 +271,7 @@ class Charge:
         self._load = load
         self.placed_s = now_s
         load.totals.decisions_total += 1
-        load.place(self)
+        load.add(self)
 
     def hand_over(self, ttft_s: float) -> None:
         """Note that another replica computes the prompt, in `ttft_s` by its own prediction. In the queue here the request then

@@ -110,11 +110,11 @@ class Placement:
     def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None, has_ids: bool = True) -> Prompt:
         """Hash a prompt (bytes or a buffer of little-endian int32). Any thread may call this; the GIL is released."""
         raw = tokens if type(tokens) is bytes else bytes(memoryview(tokens).cast("B"))
-        found = []
+        keys = []
         for space in self._spaces:
             root = _root(space, adapter) if salt is None else space.root(salt, adapter)
-            found.append((space, prompt_keys(raw, space, root)))
-        return Prompt(len(raw) // 4, tuple(found), has_ids)
+            keys.append((space, prompt_keys(raw, space, root)))
+        return Prompt(len(raw) // 4, tuple(keys), has_ids)
 
     def choose(
         self,

@@ -26,7 +26,7 @@ class SegmentCache:
         self._tokenizer = tokenizer
         self._capacity_bytes = capacity_bytes
         self._size_bytes = 0
-        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._ids: OrderedDict[str, bytes] = OrderedDict()  # piece of text → its token ids, least recently used first
         self._lock = threading.Lock()
         self._cuts = _cuts(tokenizer)
         words = sorted(self._cuts, key=len, reverse=True)  # the longest of several that begin at one place wins
@@ -56,27 +56,27 @@ class SegmentCache:
         if len(piece) < MIN_CHARS:
             return None
         with self._lock:
-            ids = self._known.get(piece)
+            ids = self._ids.get(piece)
             if ids is not None:
-                self._known.move_to_end(piece)
+                self._ids.move_to_end(piece)
         return ids
 
     def _remember(self, piece: str, ids: bytes) -> None:
         if len(piece) < MIN_CHARS or self._cost(piece, ids) > self._capacity_bytes:
             return
         with self._lock:
-            if piece not in self._known:
-                self._known[piece] = ids
+            if piece not in self._ids:
+                self._ids[piece] = ids
                 self._size_bytes += self._cost(piece, ids)
             while self._size_bytes > self._capacity_bytes:
-                self._size_bytes -= self._cost(*self._known.popitem(last=False))
+                self._size_bytes -= self._cost(*self._ids.popitem(last=False))
 
     def _cost(self, piece: str, ids: bytes) -> int:
         return OVERHEAD_BYTES + 4 * len(piece) + len(ids)  # a str takes up to 4 bytes a character
 
     def check(self) -> None:
         with self._lock:
-            assert self._size_bytes == sum(self._cost(piece, ids) for piece, ids in self._known.items())
+            assert self._size_bytes == sum(self._cost(piece, ids) for piece, ids in self._ids.items())
             assert self._size_bytes <= self._capacity_bytes
 
 
