@@ -98,15 +98,15 @@ class BlockPool:
         reference, and the caller releases `block` as soon as no step writes to it any more.
         """
         assert self._refs[block] > 0, block
-        known = self._index.setdefault(key, block)
-        if known == block:
+        holder = self._index.setdefault(key, block)
+        if holder == block:
             assert self._keys[block] in (None, key), block
             if self._changes is not None and self._keys[block] is None:
                 self._changes.note(key, True)
             self._keys[block] = key
         else:
-            self.hold((known,))
-        return known
+            self.hold((holder,))
+        return holder
 
     def forget(self) -> bool:
         """Drop all cached content; return False, and drop nothing, while any block is held."""

@@ -166,9 +166,9 @@ class TierIndex:
         self.host.release((host_block,))
         return host_block
 
-    def note(self, found: dict[str, list[bytes]], lost: dict[str, list[bytes]]) -> None:
-        """Apply the key changes that the stores report. A key in both was found and then lost."""
-        for store, keys in found.items():
+    def note(self, gained: dict[str, list[bytes]], lost: dict[str, list[bytes]]) -> None:
+        """Apply the key changes that the stores report. A key in both was gained and then lost."""
+        for store, keys in gained.items():
             self.stores[store].update(keys)
         for store, keys in lost.items():
             self.stores[store].difference_update(keys)

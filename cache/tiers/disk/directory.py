@@ -103,7 +103,7 @@ class Slabs:
     def trim(self) -> int:
         """Delete what exceeds the capacity, which may have been larger before; return the number of allocated cells."""
         num_backed = 0
-        for slab, name in sorted(self._found()):
+        for slab, name in sorted(self._slab_files()):
             size = self._size(slab)
             if size == 0:
                 self._calls.unlink(self._directory, name)
@@ -121,7 +121,7 @@ class Slabs:
                 num_backed += min(have, size) // self.cell_bytes
         return num_backed
 
-    def place(self, cell: int, *, grow: bool) -> tuple[int, int]:
+    def locate(self, cell: int, *, grow: bool) -> tuple[int, int]:
         """Return the file and offset of a cell. Without `grow`, raise FileNotFoundError if its slab does not exist."""
         slab, index = divmod(cell, self.cells_per_slab)
         file = self._files.get(slab)
@@ -154,7 +154,7 @@ class Slabs:
         cells = self.num_cells - slab * self.cells_per_slab
         return max(0, min(cells, self.cells_per_slab)) * self.cell_bytes
 
-    def _found(self) -> Iterator[tuple[int, str]]:
+    def _slab_files(self) -> Iterator[tuple[int, str]]:
         for name in os.listdir(self._directory):
             if match := SLAB_FILE.fullmatch(name):
                 yield int(match[1]), name

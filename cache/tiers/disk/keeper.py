@@ -10,10 +10,10 @@ from penstock.cache.tiers.disk.transport import Transport
 
 
 class Keeper:
-    """The keeper thread. `write()` writes the index or raises OSError; the scan appends to `found`."""
+    """The keeper thread. `write()` writes the index or raises OSError; the scan appends to `records`."""
 
     def __init__(self, write: Callable[[], None], transport: Transport) -> None:
-        self.found: deque[tuple[int, bytes, int]] = deque()  # (cell, key, sequence) of found records
+        self.records: deque[tuple[int, bytes, int]] = deque()  # (cell, key, sequence) of the records that were found
         self.scan_left = 0  # cells still to be scanned
         self._write = write
         self._transport = transport
@@ -38,7 +38,7 @@ class Keeper:
                 break
             self._scan(cell)
         self._ending.wait()
-        if not (self.scan_left or self.found):  # otherwise records would be missing: the next start scans again
+        if not (self.scan_left or self.records):  # otherwise records would be missing: the next start scans again
             with contextlib.suppress(OSError):
                 self._write()
 
@@ -46,5 +46,5 @@ class Keeper:
         with contextlib.suppress(OSError):
             header = self._transport.header_at(cell)
             if header is not None:
-                self.found.append((cell, header.key, header.sequence))
+                self.records.append((cell, header.key, header.sequence))
         self.scan_left -= 1

@@ -65,22 +65,22 @@ def run(args: argparse.Namespace) -> int:
 def _inspect(path: Path) -> int:
     directory = open_directory(str(path), create=False)
     try:
-        known = read_snapshot(SystemCalls(), directory)
+        index = read_snapshot(SystemCalls(), directory)
         held = _disk_usage(directory, os.listdir(directory))
     finally:
         os.close(directory)
     print(path.name)
     print(f"  in use       {_holder(path) or 'no'}")
     print(f"  on disk      {held} bytes")
-    if known is None:
+    if index is None:
         print("  index        missing or invalid; the next start scans every cell")
         return 0
-    size = f"{known.header.cell_bytes} bytes each"
-    if known.header.clean:
-        print(f"  records      {len(known.rows)} of {known.header.num_cells}, {size}")
+    size = f"{index.header.cell_bytes} bytes each"
+    if index.header.clean:
+        print(f"  records      {len(index.rows)} of {index.header.num_cells}, {size}")
         print("  closed       cleanly")
     else:
-        print(f"  cells        {known.header.num_cells}, {size}")
+        print(f"  cells        {index.header.num_cells}, {size}")
         print("  closed       no, or still open; after a crash the next start scans every cell")
     return 0
 
@@ -88,9 +88,9 @@ def _inspect(path: Path) -> int:
 def _verify(path: Path) -> int:
     """Verify every cell of a namespace that no process uses, assuming slabs of the default size."""
     with _locked(path) as directory:
-        known = read_snapshot(SystemCalls(), directory)
-        namespace, size = (known.header.namespace, known.header.cell_bytes) if known else _read_first_header(path)
-        listed = {row["cell"]: (row["key"].tobytes(), row["sequence"]) for row in known.rows} if known else {}
+        index = read_snapshot(SystemCalls(), directory)
+        namespace, size = (index.header.namespace, index.header.cell_bytes) if index else _read_first_header(path)
+        listed = {row["cell"]: (row["key"].tobytes(), row["sequence"]) for row in index.rows} if index else {}
         good = unlisted = 0
         bad = set(listed)  # cells whose record differs from the index or is corrupt
         for cell, record, is_whole in _records(path, namespace, size):

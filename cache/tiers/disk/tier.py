@@ -186,8 +186,8 @@ class DiskTier:
     def poll(self) -> list[StoreResult]:
         """Return the results since the last call, and update the health of the disk. Never blocks."""
         self._finish_jobs()
-        if self._keeper.found:
-            self._adopt_found()
+        if self._keeper.records:
+            self._adopt_records()
         if not self._is_closed:
             self._check_health()
         self._max_storing = self._store_limit()
@@ -218,7 +218,7 @@ class DiskTier:
         self._cancel("closed")
         ended = self._workers.stop(self._limits.close_s)
         self._finish_jobs()
-        self._adopt_found()
+        self._adopt_records()
         if self._keeper.stop(self._limits.close_s) and ended:
             self._files.close()
 
@@ -271,13 +271,13 @@ class DiskTier:
 
         self._catalog = Catalog(geometry.num_cells, num_backed=self._slabs.trim())
         self._cells = self._catalog.cells
-        known = read_snapshot(calls, directory, geometry.namespace)
-        is_clean = known is not None and bool(known.header.clean)
-        if known is not None:
-            self._sequence = known.header.next_sequence
-        if known is not None and is_clean:
-            self._catalog.restore(known.rows)
-            mark_open(calls, directory, known.header)
+        index = read_snapshot(calls, directory, geometry.namespace)
+        is_clean = index is not None and bool(index.header.clean)
+        if index is not None:
+            self._sequence = index.header.next_sequence
+        if index is not None and is_clean:
+            self._catalog.restore(index.rows)
+            mark_open(calls, directory, index.header)
         else:  # exceed the sequence numbers of records that the index is missing
             self._sequence = max(self._sequence, int(time.time()) << 32)
 
@@ -336,10 +336,10 @@ class DiskTier:
             self._failure_log.add(time.monotonic(), job.reason)
             self._catalog.forget(job.cell, job.key, job.sequence)
 
-    def _adopt_found(self) -> None:
-        found = self._keeper.found
-        while found:
-            cell, key, sequence = found.popleft()
+    def _adopt_records(self) -> None:
+        records = self._keeper.records
+        while records:
+            cell, key, sequence = records.popleft()
             if key not in self._storing and self._catalog.adopt(cell, key, sequence):
                 self._sequence = max(self._sequence, sequence + 1)
 

@@ -58,13 +58,13 @@ class Transport:
         if parts[1] is not job.buffer:
             parts[1][: self._chunk_bytes] = job.buffer
         write_header(header, self._namespace, job.key, job.sequence, job.buffer)
-        file, offset = self._slabs.place(job.cell, grow=True)
+        file, offset = self._slabs.locate(job.cell, grow=True)
         written = self._calls.writev(file, parts, offset)
         return "" if written == sum(map(len, parts)) else SHORT
 
     def _load(self, job: DiskJob) -> str:
         parts = self._parts(job.buffer)
-        file, offset = self._slabs.place(job.cell, grow=False)
+        file, offset = self._slabs.locate(job.cell, grow=False)
         if self._calls.readv(file, parts, offset) < HEADER_BYTES + self._chunk_bytes:
             return CORRUPT  # the file has been truncated
         if parts[1] is not job.buffer:
@@ -79,7 +79,7 @@ class Transport:
     def header_at(self, cell: int) -> RecordHeader | None:
         """Return the header in the cell if it belongs to a record of this namespace."""
         page = self._scratch.header
-        file, offset = self._slabs.place(cell, grow=False)
+        file, offset = self._slabs.locate(cell, grow=False)
         if self._calls.readv(file, [page], offset) != HEADER_BYTES:
             return None
         header = read_header(page)
