@@ -148,8 +148,8 @@ def _trade(ids: Ids, shares: Shares, load: Shares, at: Indices, shift: int, spre
     slot += heavy * depth
     other += light * depth
     ids, shares = ids.reshape(-1), shares.reshape(-1)
-    given = shares[slot] - shares[other]
+    moved = shares[slot] - shares[other]
     for traded in (ids, shares):
         traded[slot], traded[other] = traded[other], traded[slot]
-    load[heavy] -= given
-    load[light] += given
+    load[heavy] -= moved
+    load[light] += moved

@@ -22,10 +22,10 @@ def plan(load: ArrayLike, slots: int, ranks: int) -> Plan:
     counts = validate_load(load)
     experts = counts.shape[1]
     check_shape(experts, slots, ranks)
-    return Plan.of(place(smooth(counts), slots, ranks), experts, ranks)
+    return Plan.of(assign_slots(smooth(counts), slots, ranks), experts, ranks)
 
 
-def place(load: Shares, slots: int, ranks: int) -> Ids:
+def assign_slots(load: Shares, slots: int, ranks: int) -> Ids:
     """Return the expert in every slot, [layers, slots], for a smoothed load."""
     is_redundant = slots > load.shape[1]
     ids, shares = copies(load, slots, max_copies(load.shape[1], slots, ranks))

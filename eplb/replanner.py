@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from penstock.eplb.load import smooth
 from penstock.eplb.maps import Load, Plan, Weights, evenness, validate_load_for
 from penstock.eplb.order import Ids, Indices
-from penstock.eplb.planner import place
+from penstock.eplb.planner import assign_slots
 from penstock.eplb.search import SearchedRows
 from penstock.eplb.split import split
 
@@ -96,7 +96,7 @@ class _Draft:
         layers = np.nonzero(self.balance < self.goal - _WORTH)[0]
         if layers.size:
             self.reweight(layers)  # so that gains of the weights alone are not credited to the plan from scratch
-            fresh = place(self.smooth[layers], self.old.slots, self.old.ranks)
+            fresh = assign_slots(self.smooth[layers], self.old.slots, self.old.ranks)
             self.offer_placed(layers, overlay(fresh, self.old.phy2log[layers], self.old.ranks), _WORTH)
 
     def plan(self) -> Plan:
