@@ -1,6 +1,6 @@
 """Detects a server's abilities with trial requests. What a server cannot do is skipped, and reported with the reason.
 
-A field counts as known when a request with it is answered. On a server that accepts unknown fields, its effect must be
+A field counts as supported when a request with it is answered. On a server that accepts unknown fields, its effect must be
 seen as well, unless the field has no visible effect.
 """
 
@@ -42,9 +42,9 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     _, properties = await asker.fetch("GET", "/props")  # llama.cpp has the context of a slot there
     settings = (properties.get("default_generation_settings") or {}) if isinstance(properties, dict) else {}
     context = first.get("max_model_len") or settings.get("n_ctx") or 0
-    found = Abilities(first["id"], block=first.get("block_size") or LEAST_BLOCK, context=context)
-    found.note("context", context, "neither /v1/models nor /props has it")
-    plain = {"model": found.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
+    abilities = Abilities(first["id"], block=first.get("block_size") or LEAST_BLOCK, context=context)
+    abilities.note("context", context, "neither /v1/models nor /props has it")
+    plain = {"model": abilities.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
     answer = await asker.ask(plain)
     if not answer.is_done:
         raise ProveError(f"url: {PATH} is not answered: {answer.error or 'no end came'}")
@@ -61,73 +61,75 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
             "response_format": choice.text.lstrip().startswith("{"),
         }
         is_seen = seen.get(name, not is_lenient or name in UNSEEN)
-        found.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
+        abilities.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
     for name, path in APIS.items():
-        body = in_form_of(path, found.chat("Hello", 2))
+        body = in_form_of(path, abilities.chat("Hello", 2))
         answer = await asker.ask({**body, **(FORCED["move_file"] if name == "tools" else {})}, path=path)
-        found.note(
+        abilities.note(
             name, answer.is_done and (answer.first.calls or name != "tools"), answer.error[:80] or "no effect seen"
         )
-    found.note("another API", found.known & {"responses", "messages"}, "neither /v1/responses nor /v1/messages")
-    found.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
-    found.adapters = [model["id"] for model in others if model.get("parent")]
-    found.note("adapter", found.adapters, "/v1/models lists none")
-    await _choose_material(asker, found, seed)
-    num_cached = await _detect_reuse(asker, found, is_lenient)
+    apis = abilities.supported & {"responses", "messages"}
+    abilities.note("another API", apis, "neither /v1/responses nor /v1/messages")
+    abilities.note(RESET, await asker.reset() == 200, "there is no /reset_prefix_cache")
+    abilities.adapters = [model["id"] for model in others if model.get("parent")]
+    abilities.note("adapter", abilities.adapters, "/v1/models lists none")
+    await _choose_material(asker, abilities, seed)
+    num_cached = await _detect_reuse(asker, abilities, is_lenient)
     # Whole blocks are cached: the largest power of two in their number is the size of a block, or a multiple of it.
     block = min(MOST_BLOCK, num_cached & -num_cached)
-    if "ids" in found.known and not first.get("block_size") and block > found.block:
-        found.block = block
-        await _choose_material(asker, found, seed)
-    return found
+    if "ids" in abilities.supported and not first.get("block_size") and block > abilities.block:
+        abilities.block = block
+        await _choose_material(asker, abilities, seed)
+    return abilities
 
 
-async def _detect_reuse(asker: Asker, found: Abilities, is_lenient: bool) -> int:
+async def _detect_reuse(asker: Asker, abilities: Abilities, is_lenient: bool) -> int:
     """Detect whether cache salts separate cached blocks, which only shows on servers that count cached tokens. Return
     the number of cached tokens of a prompt that was sent before.
 
     Behind a router with prefill servers, even a new prompt has cached tokens: its blocks come from there.
     """
-    new = random.SystemRandom().sample(found.material, min(found.longest, len(found.material)))
-    body = {"model": found.model, "prompt": as_prompt(new), "max_tokens": 1, "temperature": 0}
+    new = random.SystemRandom().sample(abilities.material, min(abilities.longest, len(abilities.material)))
+    body = {"model": abilities.model, "prompt": as_prompt(new), "max_tokens": 1, "temperature": 0}
     salts = [secrets.token_hex(4)] * 2 + [secrets.token_hex(4)]
     first, again, other = [(await asker.ask({**body, "cache_salt": salt})).num_cached for salt in salts]
-    if "cache_salt" in found.known and is_lenient and (not again or other):
-        found.known.discard("cache_salt")
-        found.skipped.append("cache_salt: accepted like any unknown field, without a visible effect")
+    if "cache_salt" in abilities.supported and is_lenient and (not again or other):
+        abilities.supported.discard("cache_salt")
+        abilities.skipped.append("cache_salt: accepted like any unknown field, without a visible effect")
         if again and (await asker.ask({**body, "cache_prompt": False})).num_cached == 0:  # llama.cpp's name
-            found.known.add("cache_prompt")
-    if not found.fresh("") and RESET not in found.known:
-        found.skipped.append(
+            abilities.supported.add("cache_prompt")
+    if not abilities.fresh("") and RESET not in abilities.supported:
+        abilities.skipped.append(
             "without reuse: no field is known that disables it; requests sent alone may reuse cached blocks too"
         )
     if not again:  # not even under one salt
         first, again = [(await asker.ask(body)).num_cached for _ in range(2)]
     uncounted = "not counted, or counted also for prompts that cannot have been cached"
-    found.note("cached_tokens", again and not first, uncounted)
+    abilities.note("cached_tokens", again and not first, uncounted)
     return again or 0
 
 
-async def _choose_material(asker: Asker, found: Abilities, seed: int) -> None:
+async def _choose_material(asker: Asker, abilities: Abilities, seed: int) -> None:
     """Make the text that prompts are cut from, as token ids where the server has /tokenize and accepts ids."""
     # Twelve blocks, fewer of large blocks; the rest of the context is for the answer.
-    found.longest = min(12 * found.block, max(192, 6 * found.block), (found.context or 4096) - 64)
-    words = random.Random(seed).choices(WORDS.split(), k=6 * found.longest)
+    abilities.longest = min(12 * abilities.block, max(192, 6 * abilities.block), (abilities.context or 4096) - 64)
+    words = random.Random(seed).choices(WORDS.split(), k=6 * abilities.longest)
     ids: list[int] = []
-    for first in range(0, len(words), found.longest // 4):  # keeps each text shorter than the longest prompt
-        text = " ".join(words[first : first + found.longest // 4])
+    for first in range(0, len(words), abilities.longest // 4):  # keeps each text shorter than the longest prompt
+        text = " ".join(words[first : first + abilities.longest // 4])
         for name in ("prompt", "content"):  # servers differ in the name, and may refuse a body with both
-            status, reply = await asker.fetch("POST", "/tokenize", {"model": found.model, name: text})
+            status, reply = await asker.fetch("POST", "/tokenize", {"model": abilities.model, name: text})
             if status == 200 and isinstance(reply, dict) and reply.get("tokens"):
                 ids += reply["tokens"]
                 break
-    if ids and (await asker.ask({"model": found.model, "prompt": ids[:3], "max_tokens": 1, "temperature": 0})).is_done:
-        found.material = ids
-        found.known.add("ids")
+    trial = {"model": abilities.model, "prompt": ids[:3], "max_tokens": 1, "temperature": 0}
+    if ids and (await asker.ask(trial)).is_done:
+        abilities.material = ids
+        abilities.supported.add("ids")
         return
-    found.material = words
-    found.longest //= 4  # words may have several tokens
-    found.skipped.append("ids: prompts are text, so cuts do not meet the borders of blocks")
+    abilities.material = words
+    abilities.longest //= 4  # words may have several tokens
+    abilities.skipped.append("ids: prompts are text, so cuts do not meet the borders of blocks")
 
 
 async def read_metrics(asker: Asker) -> Metrics:

@@ -32,9 +32,9 @@ def _expect_one_answer(run: CaseRun, whole: AskResult, other: AskResult, how: st
 async def _streams(run: CaseRun) -> None:
     """Ask for completions and a chat, whole and streamed. Finding: a chunk or a count is lost."""
     await _both_ways(run, run.body(run.draw(run.block + 5), 24))
-    if "response_format" in run.abilities.known:
+    if "response_format" in run.abilities.supported:
         await _both_ways(run, run.body(run.draw(run.block), 40, response_format=FORMATTED))
-    if "chat" in run.abilities.known:
+    if "chat" in run.abilities.supported:
         await _both_ways(run, run.chat(), CHAT_PATH)
 
 
@@ -57,7 +57,7 @@ async def _usage(run: CaseRun) -> None:
     for answer in (await run.ask(run.body(prompt)), await run.ask(run.body(prompt))):
         _expect_count(run, answer, "prompt_tokens", prompt)
         _expect_count(run, answer, "completion_tokens", answer.first.ids)
-    if "chat" in run.abilities.known:
+    if "chat" in run.abilities.supported:
         body = run.chat()
         _, reply = await run.proof.asker.fetch("POST", "/tokenize", {key: body[key] for key in ("model", "messages")})
         ids = reply.get("tokens") if isinstance(reply, dict) else []
@@ -110,7 +110,7 @@ async def _other_apis(run: CaseRun) -> None:
     chat = run.chat()
     reference = await run.ask_fresh(chat, CHAT_PATH)
     for name, path in (("responses", RESPONSES_PATH), ("messages", MESSAGES_PATH)):
-        for stream in (False, True) if name in run.abilities.known else ():
+        for stream in (False, True) if name in run.abilities.supported else ():
             answer = await run.ask({**in_form_of(path, chat), "stream": stream}, path)
             how = f"{path}{', streamed' if stream else ''}, compared with a chat"
             _expect_one_answer(run, reference, answer, how, ("text", "finish"))

@@ -87,7 +87,7 @@ class CaseRun:
             if sent.leaves_s is None and not (answer.is_done or answer.has_left) and answer.status != 429:
                 outcome = judge(TextChoice(), answer, sent.body.get("n", 1), 1.0, is_fresh=False)
                 kind = outcome.outcome if outcome.outcome in ("hang", "error") else "no end"
-                self.find(kind, f"{sent.path}: {answer.error or outcome.what}")
+                self.find(kind, f"{sent.path}: {answer.error or outcome.difference}")
         return answers
 
     async def ask_fresh(self, body: dict[str, Any], path: str = PATH) -> AskResult:
@@ -96,32 +96,32 @@ class CaseRun:
 
     # -- comparisons ---------------------------------------------------------------------------------------
 
-    def find(self, kind: str, what: str) -> None:
+    def find(self, kind: str, description: str) -> None:
         """Add a finding, with the requests so far."""
         self.num_findings += 1
-        self.proof.findings.append(Finding(kind, f"{self.name}: {what}", case=self.name, sent=[*self.sent]))
+        self.proof.findings.append(Finding(kind, f"{self.name}: {description}", case=self.name, sent=[*self.sent]))
 
-    def expect(self, is_right: object, kind: str, what: str) -> None:
+    def expect(self, is_right: object, kind: str, description: str) -> None:
         if not is_right:
-            self.find(kind, what)
+            self.find(kind, description)
 
     def expect_same(self, reference: AskResult, answer: AskResult, when: str) -> bool:
         """Compare every choice with the first of the reference; return whether all have the same tokens, without ties."""
         if not (reference.is_done and answer.is_done):  # reported already, or left out
             return False
-        found = [compare(reference.first, each, self.proof.error, True) for each in answer.choices.values()]
-        for verdict in found:
+        verdicts = [compare(reference.first, each, self.proof.error, True) for each in answer.choices.values()]
+        for verdict in verdicts:
             if verdict.outcome not in FINE:
-                self.find(verdict.outcome, f"{when}: {verdict.what}")
+                self.find(verdict.outcome, f"{when}: {verdict.difference}")
                 break
-        return all(verdict.outcome in ("same", "numbers") for verdict in found)
+        return all(verdict.outcome in ("same", "numbers") for verdict in verdicts)
 
     async def ask_reused(self, prompt: Sequence[Any], shared: int, when: str, **fields: Any) -> AskResult:
         """Ask with reuse: `shared` tokens of the prompt can be cached. The reference is asked at the end of the case, so
         that it neither empties the cache nor evicts what the case is about."""
         body = self.body(prompt, **fields)
         answer = await self.ask(body)
-        if self.is_cache_empty and {"cached_tokens", "cache_salt", "ids"} <= self.abilities.known:
+        if self.is_cache_empty and {"cached_tokens", "cache_salt", "ids"} <= self.abilities.supported:
             cached = answer.num_cached or 0
             self.expect(cached <= shared, "foreign", f"{when}: {cached} tokens cached, {shared} can have been")
         self._reused.append((body, answer, when))
@@ -139,7 +139,7 @@ class CaseRun:
 async def run_case(name: str, case: Case, proof: Proof) -> None:
     """Run one case; note in the proof how it ended."""
     proof.asker.limit(MAX_CASE_S)
-    missing = [need for need in case.needs if need not in proof.abilities.known]
+    missing = [need for need in case.needs if need not in proof.abilities.supported]
     if missing:
         proof.cases[name] = f"skipped: the server lacks {', '.join(missing)}"
     elif proof.asker.is_over or proof.asker.num_bytes > proof.options.max_bytes:
@@ -147,7 +147,7 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
     else:
         run = CaseRun(name, proof)
         # An earlier run with the same seed may have sent the same prompts.
-        run.is_cache_empty = RESET in proof.abilities.known and await proof.asker.reset() == 200
+        run.is_cache_empty = RESET in proof.abilities.supported and await proof.asker.reset() == 200
         await case.run(run)
         await run.compare_reused()
         is_cut = proof.asker.is_over and not run.num_findings

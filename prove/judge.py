@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
     """The outcome of a comparison, and the difference that was found."""
 
     outcome: str
-    what: str = ""
+    difference: str = ""
 
 
 # Outcomes that are no finding. "refused": the server was full; "ended": a fault is expected to end requests.
@@ -55,17 +55,17 @@ def compare(reference: TextChoice, choice: TextChoice, error: float, is_done: bo
         if expected != got:
             return _differs(reference, choice, ours, at, error, f"{got!r} in place of {expected!r}")
     if len(theirs) > len(ours) or (is_done and len(theirs) < len(ours)):
-        what = f"{len(theirs)} of {len(ours)}"
+        difference = f"{len(theirs)} of {len(ours)}"
         if "stop" not in (reference.finish, choice.finish):  # no token that ends the text may have been as likely
-            return Verdict("wrong", what)
-        return _differs(reference, choice, ours, min(len(ours), len(theirs)), error, what)
+            return Verdict("wrong", difference)
+        return _differs(reference, choice, ours, min(len(ours), len(theirs)), error, difference)
     if is_done and (choice.finish, choice.num_prompt) != (reference.finish, reference.num_prompt):
-        what = f"finish_reason {choice.finish!r}, {choice.num_prompt} prompt_logprobs; alone {reference.finish!r}, "
-        return Verdict("wrong", f"{what}{reference.num_prompt}")
+        difference = f"finish_reason {choice.finish!r}, {choice.num_prompt} prompt_logprobs; alone "
+        return Verdict("wrong", f"{difference}{reference.finish!r}, {reference.num_prompt}")
     apart = farthest(reference, choice)
     if apart > error:
-        what = f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
-        return Verdict("numbers", what)
+        difference = f"the same tokens, but a log-probability is {apart:.2g} nats off (allowed: {error:.2g})"
+        return Verdict("numbers", difference)
     return Verdict("same")
 
 
@@ -87,14 +87,14 @@ def _has_all_tokens(choice: TextChoice) -> bool:
 
 
 def _differs(
-    reference: TextChoice, choice: TextChoice, ours: Sequence[Any], at: int, error: float, what: str
+    reference: TextChoice, choice: TextChoice, ours: Sequence[Any], at: int, error: float, difference: str
 ) -> Verdict:
     if ours is reference.text:  # convert the character's position to its token's
         lengths = [sum(map(len, reference.tokens[: index + 1])) for index in range(len(reference.tokens))]
         at += max(0, "".join(reference.tokens).find(reference.text))  # after reasoning
         at = next((index for index, length in enumerate(lengths) if length > at), len(lengths))
     if at >= len(reference.tops):
-        return Verdict("wrong", f"token {at}: {what}")
+        return Verdict("wrong", f"token {at}: {difference}")
     top, chosen, penalty = reference.tops[at], reference.values[at], reference.penalty
     name = choice.tokens[at] if at < len(choice.tokens) else None
     others = [value for token, value in top.items() if token != reference.tokens[at] and name in (token, None)]
@@ -106,7 +106,7 @@ def _differs(
     gap = min(gaps, default=float("inf"))
     if error and gap <= 2 * error:
         return Verdict("tie", f"token {at}: {gap:.2g} nats apart")
-    return Verdict("wrong", f"token {at}: {what}, {gap:.2g} nats less likely")
+    return Verdict("wrong", f"token {at}: {difference}, {gap:.2g} nats less likely")
 
 
 def farthest(reference: TextChoice, choice: TextChoice) -> float:

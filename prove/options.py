@@ -120,12 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{name}", help=text, **more)
 
 
-def chosen(field: str, given: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """Return the names that an option gives; "all" is every known name. Raise ProveError if one is not known."""
-    for name in given:
-        if name not in known and name != "all":
-            raise ProveError(f"{field}: {name!r} given; {', '.join(known)} or all is expected")
-    return list(known) if "all" in given else list(given)
+def chosen(field: str, names: Sequence[str], choices: Mapping[str, Any]) -> list[str]:
+    """Return the names that an option gives; "all" is every choice. Raise ProveError if one is not a choice."""
+    for name in names:
+        if name not in choices and name != "all":
+            raise ProveError(f"{field}: {name!r} given; {', '.join(choices)} or all is expected")
+    return list(choices) if "all" in names else list(names)
 
 
 def request_headers(options: ProveOptions) -> dict[str, str]:

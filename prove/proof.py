@@ -42,7 +42,7 @@ class Finding:
     """Something that the server did wrong."""
 
     kind: str
-    what: str
+    description: str
     ask: Ask | None = None  # the request that failed
     beside: list[Ask] = field(default_factory=list)  # the requests before and during it, in order, itself included
     case: str = ""  # the name of the case that found it
@@ -102,7 +102,7 @@ class Proof:
         `may_fail`: requests after the fault may end with an error.
         """
         options, loop = self.options, asyncio.get_running_loop()
-        plan = schedule(self._rng, self.questions, self.abilities.known, options.requests, options.rate)
+        plan = schedule(self._rng, self.questions, self.abilities.supported, options.requests, options.rate)
         room, started_s = asyncio.Semaphore(options.concurrency), loop.time()
         begun = halfway = await read_metrics(self.asker)
         self.asker.until(0.6)
@@ -154,16 +154,16 @@ class Proof:
             if not any(left.values()):
                 return now
             if loop.time() > until_s:
-                what = ", ".join(f"{name} {value:g}" for name, value in left.items() if value)
-                self._report("blocks", f"{SETTLE_S:g} s after the last request: {what}")
+                held = ", ".join(f"{name} {value:g}" for name, value in left.items() if value)
+                self._report("blocks", f"{SETTLE_S:g} s after the last request: {held}")
                 return now
             await asyncio.sleep(0.1)
 
     def _compare(self, begun: Metrics, halfway: Metrics, now: Metrics) -> None:
         """Compare the metrics before and after the load: events that occurred, and resources that grew."""
-        for what, name in REACHED.items():
+        for event, name in REACHED.items():
             if (value := now.total(name)) is not None:
-                self.reached[what] = value - (begun.total(name) or 0.0)
+                self.reached[event] = value - (begun.total(name) or 0.0)
         limits = {"memory": ("process_resident_memory_bytes", MAX_GROWTH)}
         limits["descriptors"] = ("process_open_fds", self.options.concurrency)
         for kind, (name, most) in limits.items():
@@ -180,7 +180,7 @@ class Proof:
     async def fresh(self) -> dict[str, Any]:
         """Return fields that disable reuse for a request; empty the prefix cache if there are none."""
         self._num_fresh += 1
-        if RESET in self.abilities.known and "cache_salt" not in self.abilities.known:
+        if RESET in self.abilities.supported and "cache_salt" not in self.abilities.supported:
             await self.asker.reset()
         return self.abilities.fresh(f"prove-{self.name}-{self._num_fresh}")
 
@@ -194,7 +194,7 @@ class Proof:
             return Verdict("reset") if answer.status in (200, 409) else Verdict("error", f"status {answer.status}")
         # The first answer to a question is its own reference.
         reference = self.references.get(ask.question) or answer.choices.get(0, TextChoice())
-        is_fresh = is_fresh and "cached_tokens" in self.abilities.known and bool(self.abilities.fresh(""))
+        is_fresh = is_fresh and "cached_tokens" in self.abilities.supported and bool(self.abilities.fresh(""))
         return judge(reference, answer, ask.fields.get("n", 1), self.error, is_fresh)
 
     async def _ask_fresh(self, index: int, manner: str) -> TextChoice | None:
@@ -220,7 +220,7 @@ class Proof:
         self.counts["what", kind, outcome] += 1
         self.num_compared += bool(answer.is_done and beside and ask.question in self.references)
         if outcome not in FINE:
-            self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.what}", ask, [*beside]))
+            self.findings.append(Finding(outcome, f"{kind}, {ask.manner}: {verdict.difference}", ask, [*beside]))
 
-    def _report(self, kind: str, what: str) -> None:
-        self.findings.append(Finding(kind, what))
+    def _report(self, kind: str, description: str) -> None:
+        self.findings.append(Finding(kind, description))

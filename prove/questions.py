@@ -24,7 +24,7 @@ class Abilities:
     """The abilities of one server, and the material for its prompts."""
 
     model: str
-    known: set[str] = field(default_factory=set)
+    supported: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)  # with the reason
     adapters: list[str] = field(default_factory=list)
     block: int = 16
@@ -34,30 +34,30 @@ class Abilities:
 
     def note(self, name: str, is_there: object, otherwise: str) -> None:
         if is_there:
-            self.known.add(name)
+            self.supported.add(name)
         else:
             self.skipped.append(f"{name}: {otherwise}")
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of every question, which make tokens comparable and differences explainable."""
-        asked: dict[str, Any] = {"model": self.model}
-        if "return_token_ids" in self.known:
-            asked["return_token_ids"] = True
-        if "logprobs" in self.known:
-            asked["logprobs"] = NUM_TOPS
-        return asked
+        fields: dict[str, Any] = {"model": self.model}
+        if "return_token_ids" in self.supported:
+            fields["return_token_ids"] = True
+        if "logprobs" in self.supported:
+            fields["logprobs"] = NUM_TOPS
+        return fields
 
     def chat(self, text: str, max_tokens: int) -> dict[str, Any]:
         """Return a chat request with instructions and one message."""
         messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": text}]
-        asked = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
-        return asked | ({"logprobs": True, "top_logprobs": NUM_TOPS} if "logprobs" in self.known else {})
+        request = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        return request | ({"logprobs": True, "top_logprobs": NUM_TOPS} if "logprobs" in self.supported else {})
 
     def fresh(self, name: str) -> dict[str, Any]:
         """Return fields with which a request reuses nothing that was computed before."""
-        if "cache_salt" in self.known:
+        if "cache_salt" in self.supported:
             return {"cache_salt": name}
-        return {"cache_prompt": False} if "cache_prompt" in self.known else {}
+        return {"cache_prompt": False} if "cache_prompt" in self.supported else {}
 
 
 class Question(NamedTuple):
@@ -123,10 +123,10 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
     """Draw prompts that share prefixes. Each is cut at a block boundary or one token beside it, and continues with
     tokens of its own or not at all. A few have one token, and a few have the maximum length."""
     material, block, longest = abilities.material, abilities.block, abilities.longest
-    kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.known}
+    kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.supported}
     names, weights = list(kinds), [kind.weight for kind in kinds.values()]
     roots = [_piece(rng, material, longest) for _ in range(3)]
-    found = []
+    drawn = []
     for _ in range(num):
         kind = rng.choices(names, weights)[0]
         cut = block * rng.randint(0, longest // block) + rng.choice((-1, 0, 0, 1))
@@ -138,42 +138,44 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
         body = {"prompt": as_prompt(prompt), "max_tokens": most, "temperature": 0}
         if kind == "adapter":
             body["model"] = rng.choice(abilities.adapters)
-        found.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))
-    return found
+        drawn.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))
+    return drawn
 
 
-def schedule(rng: random.Random, asked: Sequence[Question], known: set[str], num: int, rate: float) -> list[Ask]:
+def schedule(
+    rng: random.Random, questions: Sequence[Question], supported: set[str], num: int, rate: float
+) -> list[Ask]:
     """Draw `num` requests, at `rate` per second on average, in bursts."""
-    manners = {name: manner for name, manner in MANNERS.items() if not manner.needs or manner.needs in known}
+    manners = {name: manner for name, manner in MANNERS.items() if not manner.needs or manner.needs in supported}
     names, weights = list(manners), [manner.weight for manner in manners.values()]
     asks: list[Ask] = []
     now_s = 0.0
     while len(asks) < num:
         now_s += rng.expovariate(rate / 4) if rng.random() < 0.25 else 0.0  # bursts of four on average
-        if RESET in known and rng.random() < 0.01:
+        if RESET in supported and rng.random() < 0.01:
             asks.append(Ask(now_s, -1, RESET, {}))
             continue
         name = rng.choices(names, weights)[0]
-        manner, question = manners[name], rng.randrange(len(asked))
+        manner, question = manners[name], rng.randrange(len(questions))
         fields = _drawn(rng, manner.fields)
         is_stream = rng.random() < 0.5 if manner.streams is None else manner.streams
-        if is_stream and asked[question].kind != "prompt_logprobs":  # which cannot be streamed
+        if is_stream and questions[question].kind != "prompt_logprobs":  # which cannot be streamed
             fields["stream"] = True
         leaves_s = rng.choice((0.0, 0.002, 0.02, 0.1, 0.5)) * rng.random() if manner.leaves else None
         asks += [Ask(now_s, question, name, fields, leaves_s, manner.reads)] * manner.copies
     return asks
 
 
-def in_form_of(path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def in_form_of(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request of `Abilities.chat` in the form of the API at the path."""
-    system, user = asked["messages"]
-    common = {"model": asked["model"], "temperature": 0}
+    system, user = request["messages"]
+    common = {"model": request["model"], "temperature": 0}
     if path == RESPONSES_PATH:
         told = {"instructions": system["content"], "input": user["content"]}
-        return {**common, **told, "max_output_tokens": asked["max_tokens"]}
+        return {**common, **told, "max_output_tokens": request["max_tokens"]}
     if path == MESSAGES_PATH:
-        return {**common, "system": system["content"], "messages": [user], "max_tokens": asked["max_tokens"]}
-    return dict(asked)
+        return {**common, "system": system["content"], "messages": [user], "max_tokens": request["max_tokens"]}
+    return dict(request)
 
 
 def as_prompt(material: Sequence[Any]) -> list[int] | str:

@@ -19,7 +19,7 @@ from .report import bug_report
 TRIES, SLOW_TRIES = 10, 3  # each try of a hang takes a timeout
 PER_KIND = 2  # failures of one kind that get a script
 HEAD = """#!/bin/sh
-# {what}
+# {description}
 # {note}
 # sh {name} [http://HOST:PORT]; a key is read from PENSTOCK_API_KEY or OPENAI_API_KEY
 URL=${{1:-{url}}}
@@ -41,7 +41,7 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
         asks, note = await _fewest(proof, finding)
         path = folder / f"{len(written) + 1}-{finding.kind.replace(' ', '-')}.sh"
         folder.mkdir(exist_ok=True)
-        head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url)
+        head = HEAD.format(description=" ".join(finding.description.split()), note=note, name=path.name, url=url)
         path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
         path.with_suffix(".md").write_text(bug_report(proof, finding, path.name))
         written.append(path)

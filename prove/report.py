@@ -60,11 +60,11 @@ def table(proof: Proof, result: dict[str, Any]) -> str:
     lines += [f"case {name:22} {outcome}" for name, outcome in proof.cases.items()]
     lines += [f"skipped: {skipped}" for skipped in proof.abilities.skipped]
     if proof.reached:
-        lines.append("reached: " + ", ".join(f"{value:,.0f} {what}" for what, value in proof.reached.items()))
+        lines.append("reached: " + ", ".join(f"{value:,.0f} {event}" for event, value in proof.reached.items()))
     error = "no log-probabilities: every difference counts as wrong"
-    if "logprobs" in proof.abilities.known:
+    if "logprobs" in proof.abilities.supported:
         error = f"log-probabilities are exact to {proof.measured:.2g} nats; {proof.error:.2g} are allowed"
-    lines += [error, *(f"{finding.kind}: {finding.what}" for finding in proof.findings[:20])]
+    lines += [error, *(f"{finding.kind}: {finding.description}" for finding in proof.findings[:20])]
     if exit_code(result) == NOT_ENOUGH:
         lines.append(
             f"not enough answers: in {proof.options.duration:g} s {len(proof.references)} of {len(proof.questions)} "
@@ -95,7 +95,7 @@ def _junit(proof: Proof, result: dict[str, Any]) -> str:
     rows = []
     for name in (*([] if proof.options.cases else ["load"]), *proof.cases):
         found = [each for each in proof.findings if each.case == ("" if name == "load" else name)]
-        inner = [f"<failure type={quoteattr(each.kind)}>{escape(each.what)}</failure>" for each in found]
+        inner = [f"<failure type={quoteattr(each.kind)}>{escape(each.description)}</failure>" for each in found]
         if not proof.cases.get(name, "findings").endswith("findings"):
             inner = [f"<skipped message={quoteattr(proof.cases[name])}/>"]
         rows.append(f"<testcase classname='penstock-prove' name={quoteattr(name)}>{''.join(inner)}</testcase>")
@@ -107,7 +107,7 @@ def bug_report(proof: Proof, finding: Finding, script: str) -> str:
     """Return one paragraph about a finding, ready to be pasted into a bug tracker."""
     found = f"the case `{finding.case}`" if finding.case else "requests under load"
     return (
-        f"**{finding.kind}: {finding.what}**\n\n"
+        f"**{finding.kind}: {finding.description}**\n\n"
         f"This was found with the model `{proof.abilities.model}` by {found} of `penstock-prove --seed "
         f"{proof.options.seed}`. The reference is the server's own answer, asked alone and without reuse of its cache; "
         f"{proof.error:.2g} nats of difference in a log-probability were allowed. The script `{script}` sends the "

@@ -90,7 +90,7 @@ async def _salts(run: CaseRun) -> None:
     ]
     run.expect_same(first, again, "again under one salt")
     run.expect_same(first, other, "under another salt")
-    if "cached_tokens" in run.abilities.known:
+    if "cached_tokens" in run.abilities.supported:
         run.expect(again.num_cached, "reuse", "nothing is reused under a salt that was used before")
         run.expect(not other.num_cached, "foreign", f"{other.num_cached} cached tokens under a salt never used")
 
@@ -122,7 +122,7 @@ async def _stale_after_reset(run: CaseRun) -> None:
         return
     answer = await run.ask(body)
     run.expect_same(first, answer, "after a reset")
-    if "cached_tokens" in run.abilities.known:
+    if "cached_tokens" in run.abilities.supported:
         run.expect(not answer.num_cached, "foreign", f"{answer.num_cached} tokens cached after a reset")
 
 

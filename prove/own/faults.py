@@ -97,14 +97,14 @@ async def _remove(scene: FaultScene) -> str:
     return ""
 
 
-async def _limit(what: int, value: int, scene: FaultScene) -> str:
+async def _limit(kind: int, value: int, scene: FaultScene) -> str:
     """Limit a resource of every process for some seconds, so that no file can grow or no descriptor can be opened."""
-    before = {pid: resource.prlimit(pid, what) for pid in group_of(scene.server.leader())}
+    before = {pid: resource.prlimit(pid, kind) for pid in group_of(scene.server.leader())}
     for pid, (_, most) in before.items():
-        resource.prlimit(pid, what, (value, most))
+        resource.prlimit(pid, kind, (value, most))
     await asyncio.sleep(STOPPED_S)
     for pid, limits in before.items():
-        resource.prlimit(pid, what, limits)
+        resource.prlimit(pid, kind, limits)
     return ""
 
 
