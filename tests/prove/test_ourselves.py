@@ -84,7 +84,7 @@ def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.Captu
     assert code == 0 and result["findings"] == {} and result["reached"]["cached tokens"] > 1000
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.nightly
