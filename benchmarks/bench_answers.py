@@ -56,35 +56,35 @@ def ids(results: list[Any]) -> Answers:
 def jump(pairs: int = 6, batches: list[int] = BATCHES) -> dict[str, Any]:
     options = {"temperature": 0.8, "max_tokens": 200, "structured_outputs": StructuredOutputs(json=SCHEMA)}
 
-    def asked(batch: int) -> Asked:
+    def questions(batch: int) -> Asked:
         return [("Describe a city as JSON.", SamplingParams(seed=seed, **options)) for seed in range(batch)]  # type: ignore[arg-type]
 
-    work = {f"after a schema, batch {batch}": asked(batch) for batch in batches}
+    work = {f"after a schema, batch {batch}": questions(batch) for batch in batches}
     return with_and_without("jumping", work, pairs, WITHOUT_JUMPING)
 
 
 def drafts(pairs: int = 6, batches: list[int] = BATCHES, drafts: int = 4) -> dict[str, Any]:
     paragraphs = [part.replace("\n", " ") for part in TEXT.read_text().split("\n\n") if 300 < len(part) < 900]
 
-    def asked(kind: str, batch: int) -> Asked:
-        found = []
+    def questions(kind: str, batch: int) -> Asked:
+        chats = []
         for number in range(batch):
             text = QUESTIONS[kind].format(text=paragraphs[number % len(paragraphs)], number=number)
             temperature = 1.0 if kind == "story" else 0.0
-            found.append((text, SamplingParams(temperature=temperature, seed=number, max_tokens=160)))
-        return found
+            chats.append((text, SamplingParams(temperature=temperature, seed=number, max_tokens=160)))
+        return chats
 
-    work = {f"{kind}, batch {batch}": asked(kind, batch) for kind in QUESTIONS for batch in batches}
+    work = {f"{kind}, batch {batch}": questions(kind, batch) for kind in QUESTIONS for batch in batches}
     speculative = {"method": "ngram", "num_speculative_tokens": drafts}
     return with_and_without("drafts", work, pairs, WITHOUT_DRAFTS, speculative_config=speculative)
 
 
-def with_and_without(what: str, work: dict[str, Asked], pairs: int, without: Any, **options: Any) -> dict[str, Any]:
+def with_and_without(option: str, work: dict[str, Asked], pairs: int, without: Any, **options: Any) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with LLM(device="cpu", max_model_len=1024, kv_cache_bytes=2**28, max_num_seqs=128, **options) as llm:
-        for name, asked in work.items():
-            messages = [[{"role": "user", "content": question}] for question, _ in asked]
-            params = [each for _, each in asked]
+        for name, questions in work.items():
+            messages = [[{"role": "user", "content": question}] for question, _ in questions]
+            params = [each for _, each in questions]
             before = counters(llm)
             expected = ids(llm.chat(messages, params, use_tqdm=False))
             sent = {key: value - before[key] for key, value in counters(llm).items()}
@@ -100,8 +100,8 @@ def with_and_without(what: str, work: dict[str, Asked], pairs: int, without: Any
                 with without:
                     return seconds()
 
-            found = compare(name, {f"with {what}": seconds, "without": bare}, pairs, "s")
-            figures[name] = found | {"tokens": sum(map(len, expected))} | sent
+            compared = compare(name, {f"with {option}": seconds, "without": bare}, pairs, "s")
+            figures[name] = compared | {"tokens": sum(map(len, expected))} | sent
             print(f"  {figures[name]['tokens']} tokens; {sent}", flush=True)
     return figures
 

@@ -67,15 +67,15 @@ def gives_a_token(url: str) -> bool:
     return answers(f"{url}/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0})
 
 
-def first_token_ms(url: str, prompt: list[int], found: int) -> float:
-    """Return the time of an answer of one token; of the prompt, at least `found` tokens must have been reused."""
+def first_token_ms(url: str, prompt: list[int], num_expected: int) -> float:
+    """Return the time of an answer of one token; of the prompt, at least `num_expected` tokens must have been reused."""
     began_s = time.perf_counter()
     answer = json.loads(fetch(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 1, "temperature": 0}))
     elapsed_ms = (time.perf_counter() - began_s) * 1e3
     details = answer["usage"].get("prompt_tokens_details") or {}
     reused = answer.get("timings", {}).get("cache_n", details.get("cached_tokens") or 0)
-    if not (reused >= found if found else reused < len(prompt) / 10):
-        raise SystemExit(f"{url}: {reused} of {len(prompt)} tokens were reused; {found or 'none'} expected")
+    if not (reused >= num_expected if num_expected else reused < len(prompt) / 10):
+        raise SystemExit(f"{url}: {reused} of {len(prompt)} tokens were reused; {num_expected or 'none'} expected")
     return elapsed_ms
 
 

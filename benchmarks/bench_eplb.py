@@ -84,9 +84,9 @@ def beside(theirs: Callable[[], float], ours: Callable[[], object], count: int) 
     return rounds({"ours": lambda: cpu_ms(ours), "theirs": theirs}, count)
 
 
-def times(found: dict[str, list[float]]) -> dict[str, Any]:
-    ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["theirs"], strict=True)]
-    return {f"{side} ms": statistics.median(ms) for side, ms in found.items()} | {"times": statistics.median(ratios)}
+def times(all_ms: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = [theirs / ours for ours, theirs in zip(all_ms["ours"], all_ms["theirs"], strict=True)]
+    return {f"{side} ms": statistics.median(ms) for side, ms in all_ms.items()} | {"times": statistics.median(ratios)}
 
 
 def means(rows: Rows) -> dict[str, float]:

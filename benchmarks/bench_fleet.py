@@ -123,9 +123,9 @@ async def converse(url: str, seed: str, sessions: int, turns: int, users: int) -
     return found
 
 
-def ends_of(found: Iterable[Outcome]) -> Counter[str]:
+def ends_of(outcomes: Iterable[Outcome]) -> Counter[str]:
     """Count how requests ended: "answered", or the beginning of the error."""
-    return Counter(each.error.partition(":")[0] or "answered" for each in found)
+    return Counter(each.error.partition(":")[0] or "answered" for each in outcomes)
 
 
 def compare(

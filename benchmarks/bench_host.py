@@ -50,7 +50,7 @@ class IdleGraphs:
         rows = len(layout.slots)
         return PaddedSize(rows, rows, False) if layout.num_tokens == rows else None
 
-    def forward(self, size: PaddedSize, layout: Layout, _numbers: None) -> None:
+    def forward(self, size: PaddedSize, layout: Layout, _packed: None) -> None:
         self._inputs.send_padded(layout, size)
 
     def sample(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,10 +49,10 @@ def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) 
 # -- decision ----------------------------------------------------------------------------------------------------
 
 
-def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ...]] = repeat(())) -> dict[str, float]:
-    """Return the CPU microseconds of this thread per call, excluding the time to make its arguments."""
+def measure(call: Callable[..., Any], rounds: int, inputs: Iterable[tuple[Any, ...]] = repeat(())) -> dict[str, float]:
+    """Return the CPU microseconds of this thread per call, excluding the time to make its inputs."""
     times = []
-    for words in islice(given, rounds):
+    for words in islice(inputs, rounds):
         start = time.thread_time_ns()
         call(*words)
         times.append((time.thread_time_ns() - start) / 1000)
@@ -66,8 +66,8 @@ def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dic
         keys = partial(block_keys, prompt, block_size)
         figures[f"SHA-256 keys, block {block_size}"] = measure(keys, rounds)
         placement, _ = filled(replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
-        found = decisions(placement, prompt, rounds)
-        figures |= {f"{name}, block {block_size}": each for name, each in found.items()}
+        rows = decisions(placement, prompt, rounds)
+        figures |= {f"{name}, block {block_size}": each for name, each in rows.items()}
     table([{"µs": name} | row for name, row in figures.items()])
     return {"tokens": tokens, "replicas": replicas, "us": figures}
 
@@ -79,7 +79,7 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
         run = keys[: len(keys) * (number + 1) // len(placement.view())].tobytes()
         placement.apply_events(replica, [Snapshot(0, "device", run, True, True)])
 
-    def place(prepared: Any) -> None:
+    def decide(prepared: Any) -> None:
         charge = placement.choose(prepared, num_tokens=len(tokens) // 4)
         assert charge is not None
         charge.release(True)
@@ -89,9 +89,9 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
     new = ((row.tobytes() + tokens[32:],) for row in fresh)
     return {
         f"match of {len(keys):,} keys": measure(lambda: placement.caches.index.match(keys), 10 * rounds),
-        "choose and charge": measure(lambda: place(prompt), rounds),
-        "whole decision, known prompt": measure(lambda: place(placement.prepare(tokens)), rounds),
-        "whole decision, new prompt": measure(lambda tokens: place(placement.prepare(tokens)), rounds, new),
+        "choose and charge": measure(lambda: decide(prompt), rounds),
+        "whole decision, known prompt": measure(lambda: decide(placement.prepare(tokens)), rounds),
+        "whole decision, new prompt": measure(lambda tokens: decide(placement.prepare(tokens)), rounds, new),
     }
 
 

@@ -63,11 +63,11 @@ class Load:
         result = StepResult(step.step_id, [7 if row.sample else -1 for row in step.rows])
         return self._timed("apply", self.scheduler.apply, result)  # type: ignore[no-any-return]
 
-    def _timed(self, part: str, call: Callable[..., Any], *given: Any) -> Any:
+    def _timed(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
         started = time.perf_counter()
-        found = call(*given)
+        result = call(*arguments)
         self.times[part] += time.perf_counter() - started
-        return found
+        return result
 
     def reset_clock(self) -> None:
         self.num_rows = 0

@@ -1,13 +1,13 @@
 """Measures what the cache tiers cost when they do not help, and what they save when they do.
 
     python benchmarks/bench_tiers.py cost   duration of a batch of new prompts: no tiers, host, host and disk
-    python benchmarks/bench_tiers.py found  time to first token of a prompt that is found in memory, at a peer, and on the disk
+    python benchmarks/bench_tiers.py reuse  time to first token of a prompt that is found in memory, at a peer, and on the disk
                                             after a restart, against computing it; all answers must be the same. --model
                                             hybrid (the shape of Qwen3.5-0.8B, which has recurrent layers), default, or any
     python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
 The engines of `cost` run in this process and take turns, so that a busy machine slows all of them. Floors:
-host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed at 2,000 tokens ≤ 0.3 on the default model and ≤ 0.2 with
+host / none ≤ 1.03, host+disk / host ≤ 1.01; reused / computed at 2,000 tokens ≤ 0.3 on the default model and ≤ 0.2 with
 recurrent layers. Disks are temporary directories under --disk-path.
 
 `disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and
@@ -91,12 +91,12 @@ def ratio(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     return summary(f"{name}, {' / '.join(seconds)}", seconds, "s", higher_is_better=True)
 
 
-# -- found -------------------------------------------------------------------------------------------------------
+# -- reuse -------------------------------------------------------------------------------------------------------
 
 WAYS = ("computed", "memory", "peer", "disk")
 
 
-def found(
+def reuse(
     model: str = "hybrid",
     disk_path: str | None = None,
     pairs: int = 3,
@@ -142,7 +142,7 @@ def found(
     assert all(answers[way] == answers["computed"] for way in WAYS), "an answer has changed"
     figures = {}
     for way, length in itertools.product(WAYS[1:], shared):
-        both = {"found": seconds[way, length], "computed": seconds["computed", length]}
+        both = {"reused": seconds[way, length], "computed": seconds["computed", length]}
         figures[f"{length} tokens, {way}"] = ratio(f"{length} tokens, {way}", both) | {"seconds": both}
     return figures
 
@@ -227,4 +227,4 @@ def disk(disk_path: str | None = None, pairs: int = 10) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__, "tiers", cost, found, disk)
+    main(__doc__, "tiers", cost, reuse, disk)

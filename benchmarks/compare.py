@@ -50,9 +50,9 @@ class Side(NamedTuple):
                 os.killpg(self.process.pid, kind)
 
 
-def command_of(what: str, model: str | None) -> list[str]:
+def command_of(text: str, model: str | None) -> list[str]:
     """Return the command of a side that is started here."""
-    kind, _, by = what.partition(":")
+    kind, _, by = text.partition(":")
     commands = {
         "vllm": [by, "-m", "vllm.entrypoints.openai.api_server", "--model", model or ""],
         "llama.cpp": [by, "-m", model or ""],
@@ -63,24 +63,24 @@ def command_of(what: str, model: str | None) -> list[str]:
         if not model:
             raise SystemExit(f"model: none given, and {kind} needs one")
         return [*commands[kind], "--port", "{port}"]
-    words = shlex.split(what)
+    words = shlex.split(text)
     if not any("{port}" in word for word in words):
         raise SystemExit(
-            f"side: {what!r} given; an address, a command with {{port}}, penstock, or KIND:PATH is expected"
+            f"side: {text!r} given; an address, a command with {{port}}, penstock, or KIND:PATH is expected"
         )
     return words
 
 
 @contextlib.contextmanager
-def started(name: str, what: str, model: str | None) -> Iterator[Side]:
-    if what.startswith(("http://", "https://")):
-        yield Side(name, what)
+def started(name: str, text: str, model: str | None) -> Iterator[Side]:
+    if text.startswith(("http://", "https://")):
+        yield Side(name, text)
         return
 
     def lists_models(url: str) -> bool:
         return answers(f"{url}/v1/models", headers=key_header())
 
-    with serving(f"side {name}", command_of(what, model), lists_models, START_TIMEOUT_S) as server:
+    with serving(f"side {name}", command_of(text, model), lists_models, START_TIMEOUT_S) as server:
         side = Side(name, server.url, server.process)
         side.signal(signal.SIGSTOP)
         yield side
@@ -120,15 +120,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = {side.name: partial(measure, side, options, iter(range(args.rounds + 1))) for side in sides}
         rounds(runs, 1)
         print(f"{args.rounds} rounds")
-        found = rounds(runs, args.rounds)
-    first, *others = found
-    ratios = {other: compared({name: found[name] for name in (first, other)}) for other in others}
-    record("compare", {"rounds": args.rounds, "options": options, "sides": found, "ratios": ratios})
+        results = rounds(runs, args.rounds)
+    first, *others = results
+    ratios = {other: compared({name: results[name] for name in (first, other)}) for other in others}
+    record("compare", {"rounds": args.rounds, "options": options, "sides": results, "ratios": ratios})
 
 
-def compared(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def compared(sides: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Return the ratio of two sides for each figure that both have."""
-    figures = {name: {side: [run[name] for run in runs] for side, runs in found.items()} for name in FIGURES}
+    figures = {name: {side: [run[name] for run in runs] for side, runs in sides.items()} for name in FIGURES}
     return {
         name: summary(name, both, "", FIGURES[name])
         for name, both in figures.items()

@@ -81,14 +81,14 @@ def compare(name: str, sides: Mapping[str, Callable[[], float]], count: int, uni
 
 
 def summary(
-    name: str, found: Mapping[str, Sequence[float]], unit: str, higher_is_better: bool | None = None
+    name: str, samples: Mapping[str, Sequence[float]], unit: str, higher_is_better: bool | None = None
 ) -> dict[str, Any]:
     """Print a line of the table (medians of both sides and the verdict) and return the same figures. More is better if
     the unit is a rate, unless said otherwise."""
-    ours, theirs = found.values()
+    ours, theirs = samples.values()
     is_rate = "/s" in unit or "per " in unit
     verdict = judge(ours, theirs, higher_is_better=is_rate if higher_is_better is None else higher_is_better)
-    medians = {side: statistics.median(values) for side, values in found.items()}
+    medians = {side: statistics.median(values) for side, values in samples.items()}
     both = ", ".join(f"{side} {value:,.4g}" for side, value in medians.items())
     print(f"{name}: {both} {unit}; {verdict}", flush=True)
     return {key: rounded(value) for key, value in (medians | verdict._asdict()).items()}

@@ -139,8 +139,8 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
     version = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
     with contextlib.ExitStack() as stack:
 
-        def started(python: str, env: dict[str, str] | None = None, **given: Any) -> Asked:
-            return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | given), env=env))
+        def started(python: str, env: dict[str, str] | None = None, **more: Any) -> Asked:
+            return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | more), env=env))
 
         def peer(mode: str) -> Asked:
             more = {"enforce_eager": "eager" in mode} | ({"dtype": "float32"} if "float32" in mode else {})

@@ -139,8 +139,8 @@ def expanded_cases(kit: Kit) -> Iterator[Case]:
 
     def attend(kernels: Kernels) -> torch.Tensor:
         assert kernels.ops.expanded_attention is not None
-        given = kernels.wide(q), kernels.wide(pages_of(kv, kit.middle)[0]), kernels.wide(expand)
-        return kernels.ops.expanded_attention(*given, batch, first, 0.1, rope)
+        arguments = kernels.wide(q), kernels.wide(pages_of(kv, kit.middle)[0]), kernels.wide(expand)
+        return kernels.ops.expanded_attention(*arguments, batch, first, 0.1, rope)
 
     yield Case("expanded latents", attend)
 
@@ -197,11 +197,11 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
         slots = wishes.topk(top_k).indices
         shares = torch.rand(tokens, top_k, device=kit.device)
         for name, weights in (("experts", sixteen), ("eight-bit experts", eight)):
-            given = hidden, slots, shares, *weights, 0, activation
+            arguments = hidden, slots, shares, *weights, 0, activation
 
-            def multiply(kernels: Kernels, given: Any = given) -> torch.Tensor:
+            def multiply(kernels: Kernels, arguments: Any = arguments) -> torch.Tensor:
                 assert kernels.ops.fused_experts is not None
-                return kernels.ops.fused_experts(*given)
+                return kernels.ops.fused_experts(*arguments)
 
             read = [tensor for weight in weights for tensor in weight.tensors()]
             num_bytes = slots.unique().numel() * sum(tensor[0].nbytes for tensor in read) + 2 * hidden.nbytes
@@ -253,10 +253,10 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
     ):
         floats = [torch.full((rows,), value, device=device) for value in (temperature, min_p, top_p)]
         top_ks = torch.full((rows,), top_k, dtype=torch.int32, device=device)
-        given = logits, *floats[:2], top_ks, floats[2], seeds, seeds.abs() % 1000
+        arguments = logits, *floats[:2], top_ks, floats[2], seeds, seeds.abs() % 1000
 
-        def choose(kernels: Kernels, given: Any = given) -> torch.Tensor:
-            return kernels.sampling.choose(*given)[0]
+        def choose(kernels: Kernels, arguments: Any = arguments) -> torch.Tensor:
+            return kernels.sampling.choose(*arguments)[0]
 
         yield Case(f"choose, {name}", choose, 0.1, logits.nbytes, is_choice=True)
     numbers = torch.randperm(rows, device=device)[: rows // 2]

@@ -83,7 +83,7 @@ def main() -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the lines; made if it is not there")
-    parser.add_argument("--rungs", type=numbers, default="1-7", help=f"of 1 to {len(RUNGS)}: 1-7 (the default), 5,6")
+    parser.add_argument("--rungs", type=rungs_of, default="1-7", help=f"of 1 to {len(RUNGS)}: 1-7 (the default), 5,6")
     parser.add_argument("--again", action="store_true", help="also rungs that have their line")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
@@ -91,16 +91,16 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def numbers(text: str) -> list[int]:
+def rungs_of(text: str) -> list[int]:
     """Parse rung numbers: 1-3,5 → [1, 2, 3, 5]."""
-    found: list[int] = []
+    rungs: list[int] = []
     for part in text.split(","):
         if (bounds := re.fullmatch(r"(\d+)(?:-(\d+))?", part)) is None:
             raise argparse.ArgumentTypeError(f"{text!r} given; as in 1-3,5")
-        found += range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
-    if not all(1 <= number <= len(RUNGS) for number in found):
+        rungs += range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1)
+    if not all(1 <= number <= len(RUNGS) for number in rungs):
         raise argparse.ArgumentTypeError(f"{text!r} given; there are 1 to {len(RUNGS)}")
-    return found
+    return rungs
 
 
 def read_lines(record: Path) -> Iterator[dict[str, Any]]:

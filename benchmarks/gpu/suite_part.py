@@ -59,9 +59,9 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def missing(parts: Sequence[str], found: Figures, problem: str | None) -> str | None:
+def missing(parts: Sequence[str], figures: Figures, problem: str | None) -> str | None:
     """Return why some of the parts reported nothing, or None if all did."""
-    reported = {name.split()[0] for name in found}
+    reported = {name.split()[0] for name in figures}
     unheard = ", ".join(part for part in parts if part not in reported)
     if not unheard and not problem:
         return None

@@ -62,10 +62,10 @@ def compare(case: Case, kernels: Kernels, dtype: torch.dtype) -> None:
     report(case.name, ok=error <= allowed, error=error, allowed=allowed, largest=largest)
 
 
-def flat(made: Any) -> list[torch.Tensor]:
-    if isinstance(made, torch.Tensor):
-        return [made.double()]
-    return [tensor for part in made for tensor in flat(part)]
+def flat(tensors: Any) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors.double()]
+    return [tensor for part in tensors for tensor in flat(part)]
 
 
 def decodes(kit: Kit) -> Rows:

@@ -83,7 +83,7 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
     suite = ("--suite", "--parts decode --models qwen3-0.6b")
     code_, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", rungs, *suite)
     assert [(line["name"], line["ok"], line["problem"]) for line in lines] == [
-        (ladder.RUNGS[number - 1].name, True, None) for number in ladder.numbers(rungs)
+        (ladder.RUNGS[number - 1].name, True, None) for number in ladder.rungs_of(rungs)
     ]
     assert code_ == 0 and all(line["figures"] for line in lines)
     figures = {line["name"]: line["figures"] for line in lines}
@@ -144,10 +144,10 @@ def test_a_rung_that_has_its_line_is_not_run_again_unless_asked(
 
 
 def test_rungs_are_named_by_number() -> None:
-    assert ladder.numbers("1-3,5") == [1, 2, 3, 5] and ladder.numbers("7") == [7]
+    assert ladder.rungs_of("1-3,5") == [1, 2, 3, 5] and ladder.rungs_of("7") == [7]
     for wrong in ("0", "10", "1-10", "a", "", "2-"):
         with pytest.raises(argparse.ArgumentTypeError, match="given; "):
-            ladder.numbers(wrong)
+            ladder.rungs_of(wrong)
 
 
 def test_each_of_the_two_commands_ends_within_ten_minutes() -> None:
