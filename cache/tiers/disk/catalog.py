@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.cache.keys import KeyChanges
-from penstock.cache.tiers.disk.snapshot import Table
+from penstock.cache.tiers.disk.snapshot import KEY, ROWS
 
 _MAX_PASSED = 64  # how many records being loaded eviction skips before it gives up
 
@@ -25,36 +25,33 @@ class Catalog:
     def __init__(self, num_cells: int, num_backed: int) -> None:
         # key → the cell with its readable record, least recently used first
         self.cells: OrderedDict[bytes, int] = OrderedDict()
-        self.table = Table(num_cells)
+        self._sequences = np.zeros(num_cells, np.uint64)  # of the last record in each cell
         self.changes = KeyChanges()  # changes of the readable keys
         self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.is_full = False  # the next `take` has to evict
         self.num_evictions = 0
-        self._stamp = 0  # the last use stamp: a restart restores the eviction order from the stamps
         self._free: dict[int, None] = dict.fromkeys(range(num_backed - 1, -1, -1))  # popitem returns cell 0 first
         self._frontier, self._end = num_backed, num_cells  # cells in this range were never used
         self._num_lost = 0  # cells for which the file system has no space
         self._is_hidden = False
 
     def restore(self, rows: np.ndarray) -> None:
-        """Load the rows of an index: live cells in the order of their stamps."""
+        """Load the rows of an index, written by `rows`."""
         rows = rows[rows["cell"] < self._frontier]
-        keys, cells = rows["key"].tolist(), rows["cell"].tolist()
-        latest = dict(zip(keys, cells, strict=True))
-        if len(latest) < len(cells):  # a key is listed with several cells: its latest row is valid
-            rows = rows[[latest[key] == cell for key, cell in zip(keys, cells, strict=True)]]
-            keys, cells = rows["key"].tolist(), rows["cell"].tolist()
-        self.table.rows[cells] = rows
-        self.cells.update(zip(keys, cells, strict=True))
-        self._stamp = int(rows["stamp"].max(initial=0))
+        self.cells.update(zip(rows["key"].tolist(), rows["cell"].tolist(), strict=True))
+        self._sequences[rows["cell"]] = rows["sequence"]
         self.changes = KeyChanges(self.cells)
         is_free = np.ones(self._frontier, bool)
-        is_free[cells] = False
+        is_free[rows["cell"]] = False
         self._free = dict.fromkeys(np.flatnonzero(is_free)[::-1].tolist())
 
-    def to_scan(self) -> list[int]:
-        """Return the cells that may hold records of an earlier run."""
-        return sorted(self._free)
+    def rows(self) -> np.ndarray:
+        """Return the rows of the index: all records, least recently used first."""
+        rows = np.empty(len(self.cells), ROWS)
+        rows["key"] = np.frombuffer(b"".join(self.cells), KEY)
+        rows["cell"] = np.fromiter(self.cells.values(), np.uint32, len(self.cells))
+        rows["sequence"] = self._sequences[rows["cell"]]
+        return rows
 
     # -- allocation ----------------------------------------------------------------------------------------
 
@@ -75,7 +72,6 @@ class Catalog:
         for passed, (key, cell) in enumerate(self.cells.items()):
             if cell not in self.loading:
                 self.num_evictions += 1
-                # The row stays until the next record is written: after a restart before that, this record is still found.
                 self._drop(key)
                 return cell
             if passed == _MAX_PASSED:
@@ -87,12 +83,11 @@ class Catalog:
     def publish(self, cell: int, key: bytes, sequence: int) -> None:
         """Register the record that was written to the cell: it can be found from now on."""
         self.cells[key] = cell
-        self.table.set(cell, key, sequence, self._next_stamp())
+        self._sequences[cell] = sequence
         self._note(key, True)
 
     def release(self, cell: int) -> None:
         """Free a cell whose store has failed."""
-        self.table.clear(cell)
         self._free[cell] = None
 
     def stop_growing(self, is_backed: Callable[[int], bool]) -> None:
@@ -110,20 +105,18 @@ class Catalog:
 
     def forget(self, cell: int, key: bytes, sequence: int) -> None:
         """Drop a bad record and free its cell, unless the cell holds another record by now."""
-        if self.cells.get(key) == cell and self.table.record_in(cell) == (key, sequence):
+        if self.cells.get(key) == cell and self.sequence_in(cell) == sequence:
             self._drop(key)
             self.release(cell)
 
     def adopt(self, cell: int, key: bytes, sequence: int) -> bool:
         """Register a record that the scan found, unless the cell is in use or the key has a newer record."""
-        old_key, old_sequence = self.table.record_in(cell)
-        if old_sequence < sequence:
-            self.forget(cell, old_key, old_sequence)  # the row is older than the record on disk
         elsewhere = self.cells.get(key)
-        if cell not in self._free or (elsewhere is not None and self.table.record_in(elsewhere)[1] >= sequence):
+        if cell not in self._free or (elsewhere is not None and self.sequence_in(elsewhere) >= sequence):
             return False
         if elsewhere is not None:
-            self.forget(elsewhere, *self.table.record_in(elsewhere))
+            self._drop(key)
+            self.release(elsewhere)
         del self._free[cell]
         self.publish(cell, key, sequence)
         return True
@@ -133,12 +126,11 @@ class Catalog:
         cell = self.cells.get(key)
         if cell is not None:
             self.cells.move_to_end(key)
-            self.table.use(cell, self._next_stamp())
         return cell
 
-    def _next_stamp(self) -> int:
-        self._stamp += 1
-        return self._stamp
+    def sequence_in(self, cell: int) -> int:
+        """Return the sequence of the record in the cell, or of the last one if the cell was taken since."""
+        return int(self._sequences[cell])
 
     def _drop(self, key: bytes) -> None:
         del self.cells[key]
@@ -159,9 +151,8 @@ class Catalog:
     def check(self, num_busy: int) -> None:
         used = set(self.cells.values())
         assert len(used) == len(self.cells), "two keys share a cell"
-        assert all(self.table.record_in(cell)[0] == key for key, cell in self.cells.items())
         free = [*self._free, *range(self._frontier, self._end)]
         assert len(free) == len({*free} - used), "a cell is free twice, or free and readable"
-        assert len(free) + len(used) + num_busy + self._num_lost == len(self.table.rows)
+        assert len(free) + len(used) + num_busy + self._num_lost == len(self._sequences)
         if not self._is_hidden:
             self.changes.check(self.cells)

@@ -10,20 +10,18 @@ from penstock.cache.tiers.disk.transport import Transport
 
 
 class Keeper:
-    """The keeper thread. `write()` writes the index or raises OSError; the scan appends to `records`."""
+    """The keeper thread. `write()` writes the index or raises OSError; the scan of `cells` appends to `records`."""
 
-    def __init__(self, write: Callable[[], None], transport: Transport) -> None:
+    def __init__(self, write: Callable[[], None], transport: Transport, cells: Sequence[int]) -> None:
         self.records: deque[tuple[int, bytes, int]] = deque()  # (cell, key, sequence) of the records that were found
-        self.scan_left = 0  # cells still to be scanned
+        self.scan_left = len(cells)  # cells still to be scanned
         self._write = write
         self._transport = transport
-        self._to_scan: Sequence[int] = ()
+        self._cells = cells
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="penstock-disk-keeper", daemon=True)
 
-    def start(self, to_scan: Sequence[int]) -> None:
-        self._to_scan = to_scan
-        self.scan_left = len(to_scan)
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -33,7 +31,7 @@ class Keeper:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        for cell in self._to_scan:
+        for cell in self._cells:
             if self._ending.is_set():
                 break
             self._scan(cell)

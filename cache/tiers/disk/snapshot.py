@@ -3,7 +3,7 @@
 It is written at an orderly close, and read at the next start. After a crash its rows are ignored, and the records are
 found by reading their headers (keeper.py). A wrong row is harmless: it leads to a record that fails verification.
 
-    index     header, rows of all live cells; written to index.tmp and renamed
+    index     header, a row for each record, least recently used first; written to index.tmp and renamed
     header    magic, version, clean, namespace, cell bytes, cells, zero, next sequence, rows, their checksum,
               checksum of the header
 """
@@ -21,10 +21,9 @@ from penstock.cache.tiers.disk.record import PAGE, Geometry, cell_bytes
 MAX_CHUNK_BYTES = 2**30
 MAX_CELLS = 2**28  # a used cell takes about 100 bytes of memory; the index stores cell numbers in 32 bits
 INDEX, SCRATCH = "index", "index.tmp"
-_MAGIC, _VERSION = b"PNSTKIX1", 1
-_ROW = struct.Struct("<32sQQII")  # key, sequence, stamp, cell, live
-ROWS = np.dtype([("key", "V32"), ("sequence", "<u8"), ("stamp", "<u8"), ("cell", "<u4"), ("live", "<u4")])
-_STAMP, _STAMP_OFFSET = struct.Struct("<Q"), 40
+_MAGIC, _VERSION = b"PNSTKIX1", 2
+KEY = np.dtype("V32")
+ROWS = np.dtype([("key", KEY), ("sequence", "<u8"), ("cell", "<u4")])
 _HEADER = struct.Struct("<8sII32sQQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
@@ -50,39 +49,12 @@ class IndexHeader(NamedTuple):
 
 class IndexSnapshot(NamedTuple):
     header: IndexHeader
-    rows: np.ndarray  # of live cells in the order of their stamps; none if the tier is open or has crashed
-
-
-class Table:
-    """The rows of all cells. One thread at a time uses it."""
-
-    def __init__(self, num_cells: int) -> None:
-        self.rows = np.zeros(num_cells, ROWS)
-        self._bytes = self.rows.view(np.uint8).data
-
-    def set(self, cell: int, key: bytes, sequence: int, stamp: int) -> None:
-        _ROW.pack_into(self._bytes, cell * _ROW.size, key, sequence, stamp, cell, 1)
-
-    def use(self, cell: int, stamp: int) -> None:
-        """Record the use stamp of the cell's record."""
-        _STAMP.pack_into(self._bytes, cell * _ROW.size + _STAMP_OFFSET, stamp)
-
-    def clear(self, cell: int) -> None:
-        _ROW.pack_into(self._bytes, cell * _ROW.size, b"", 0, 0, cell, 0)
-
-    def live_rows(self) -> np.ndarray:
-        live: np.ndarray = self.rows[self.rows["live"] == 1]
-        return live
-
-    def record_in(self, cell: int) -> tuple[bytes, int]:
-        """Return key and sequence of the record in the cell, or of the last one if the cell was taken since."""
-        key, sequence, _, _, _ = _ROW.unpack_from(self._bytes, cell * _ROW.size)
-        return key, sequence
+    rows: np.ndarray  # least recently used first; none if the tier is open or has crashed
 
 
 def index_bytes(num_cells: int) -> int:
     """Return the disk space of the index file and its successor together."""
-    return 2 * (_AROUND_BYTES + num_cells * _ROW.size)
+    return 2 * (_AROUND_BYTES + num_cells * ROWS.itemsize)
 
 
 def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = None) -> IndexSnapshot | None:
@@ -100,12 +72,11 @@ def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = 
     header, body = IndexHeader(*_HEADER.unpack_from(data)), memoryview(data)[_HEADER_BYTES:]
     if header.packed() != data[:_HEADER_BYTES] or (header.magic, header.version) != (_MAGIC, _VERSION):
         return None
-    if len(body) != header.num_rows * _ROW.size or checksum(body) != header.rows_checksum:
+    if len(body) != header.num_rows * ROWS.itemsize or checksum(body) != header.rows_checksum:
         return None
     if namespace is not None and header.namespace != namespace:
         return None
-    rows = np.frombuffer(body if header.clean else b"", ROWS)
-    return IndexSnapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
+    return IndexSnapshot(header, np.frombuffer(body if header.clean else b"", ROWS))
 
 
 def write_snapshot(

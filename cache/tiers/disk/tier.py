@@ -5,7 +5,7 @@ queue. Worker threads transfer the bytes (transport.py); `poll` returns the resu
 after a crash and writes the index at the end (keeper.py). Any failure of the disk is a miss. docs/tiers.md describes the whole.
 
     put ─▶ writes ─┐               ┌─▶ done ─▶ poll: index, counters, results
-    start_load ─▶ reads ─▶ workers ┘          └▶ table of cells ─▶ close: index file
+    start_load ─▶ reads ─▶ workers ┘          └▶ catalog of cells ─▶ close: index file
 """
 
 import contextlib
@@ -174,11 +174,10 @@ class DiskTier:
         if cell is None or self._is_closed or not self._health.is_open:
             self._counts["misses"] += 1
             return None
-        _, sequence = self._catalog.table.record_in(cell)
         self._catalog.loading[cell] += 1
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
-        self._workers.add(DiskJob(LOAD, key, cell, sequence, into, ticket))
+        self._workers.add(DiskJob(LOAD, key, cell, self._catalog.sequence_in(cell), into, ticket))
         return ticket
 
     # -- results and shutdown ------------------------------------------------------------------------------
@@ -269,7 +268,8 @@ class DiskTier:
         undo.callback(self._slabs.close)
         self._transport = Transport(calls, probe_file, self._slabs, geometry.namespace, self._chunk_bytes)
 
-        self._catalog = Catalog(geometry.num_cells, num_backed=self._slabs.trim())
+        num_backed = self._slabs.trim()
+        self._catalog = Catalog(geometry.num_cells, num_backed)
         self._cells = self._catalog.cells
         index = read_snapshot(calls, directory, geometry.namespace)
         is_clean = index is not None and bool(index.header.clean)
@@ -282,12 +282,12 @@ class DiskTier:
             self._sequence = max(self._sequence, int(time.time()) << 32)
 
         def write() -> None:
-            write_snapshot(calls, directory, geometry, self._catalog.table.live_rows(), self._sequence)
+            write_snapshot(calls, directory, geometry, self._catalog.rows(), self._sequence)
 
-        self._keeper = Keeper(write, self._transport)
+        self._keeper = Keeper(write, self._transport, () if is_clean else range(num_backed))
         self._workers = Workers(self._transport.work, NUM_WORKERS)
         self._workers.start()
-        self._keeper.start(() if is_clean else self._catalog.to_scan())
+        self._keeper.start()
 
     def _finish_jobs(self) -> None:
         done = self._workers.done
