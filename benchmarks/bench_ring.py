@@ -35,7 +35,7 @@ THEIR_CHUNKS, THEIR_CHUNK_BYTES = 10, 16 << 20
 
 class Ours:
     def __init__(self) -> None:
-        from penstock.executor.ring.queue import MessageQueue
+        from penstock.executor.ring import MessageQueue
 
         self.queues = MessageQueue
 

@@ -33,8 +33,8 @@ from penstock.executor.protocol import (
 )
 from penstock.executor.ranks.wire import Done, FromWorker, MessageKind, RankAnswer, Rendezvous, Start
 from penstock.executor.ranks.worker_watch import WorkerWatch
+from penstock.executor.ring import MessageQueue
 from penstock.executor.ring.memory_segment import MAX_READERS
-from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.tiers.transfers import ResultMerger
 
 # A step of 256 decoding requests takes 17 KB; a prompt is sent with its admission, 4 bytes per token. Larger messages

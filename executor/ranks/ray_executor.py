@@ -27,7 +27,7 @@ from penstock.executor.ranks.network import Hub, Spoke, Ticket
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ranks.wire import Failed, FromWorker, MessageKind, Rendezvous, Start
 from penstock.executor.ranks.worker_watch import WorkerWatch
-from penstock.executor.ring.queue import MessageQueue
+from penstock.executor.ring import MessageQueue
 
 try:
     import ray

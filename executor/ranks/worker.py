@@ -48,7 +48,7 @@ from penstock.executor.ranks.wire import (
     Rendezvous,
     Start,
 )
-from penstock.executor.ring.queue import MessageQueue
+from penstock.executor.ring import MessageQueue
 from penstock.executor.step.runner import LaunchedStep
 
 log = logging.getLogger("penstock.executor")

@@ -1,17 +1,17 @@
 """A shared-memory queue through which one writer sends N readers on the same machine all messages in the same order.
 
-The engine core sends steps to its workers with it. A message consists of a few parts of bytes: a kind, an encoded step,
-the rows of a mask. They lie in memory that all processes map (memory_segment.py). A part is copied once, by the writer;
-readers borrow it in place.
+The engine core sends steps to its workers with it. The parts of a message are out-of-band buffers: bytes that are sent
+as they are, such as a kind, an encoded step, or the rows of a mask. They lie in memory that all processes map
+(memory_segment.py). A buffer is copied once, by the writer; readers borrow it in place.
 
     line WRITER    count: messages published · pid, start · bell: futex that readers wait on
     line FREED     bell: futex that the writer waits on until readers have finished
     line reader r  count: messages finished · busy: the message being read · pid, start
     ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
-    slot 0         header 64 bytes: number · area · number of parts · their sizes
-                   part 0 · part 1 · …   (each begins at a multiple of 64 bytes)
+    slot 0         header 64 bytes: number · area · number of buffers · their sizes
+                   buffer 0 · buffer 1 · … (each begins at a multiple of 64 bytes)
     slot 1         …
-    spill 0, 1     the parts of a message that is larger than a slot; its header is in a slot, too.
+    spill 0, 1     the buffers of a message that is larger than a slot; its header is in a slot, too.
                    Addresses for 1 GiB each, memory only as messages have needed it
 
 Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots. Then a single
@@ -100,7 +100,7 @@ class MessageQueue:
         return self._segment.handle
 
     def send(self, parts: Sequence[Any], timeout_s: float | None = None) -> None:
-        """Send bytes, memoryviews or contiguous arrays as parts, waiting for a free slot.
+        """Send the parts as out-of-band buffers, waiting for a free slot: bytes, memoryviews or contiguous arrays.
 
         Everything has been copied when this returns.
         """
@@ -120,12 +120,17 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def borrow(self, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
-        """Yield the parts of the next message as read-only views into the ring, which are invalid after the block."""
+        """Yield the buffers of the next message as read-only views into the ring, which are invalid after the block."""
         self._begin(timeout_s)
         try:
             yield self._read()
         finally:
             self._finish()
+
+    def recv(self, timeout_s: float | None = None) -> list[bytes]:
+        """Return copies of the buffers of the next message."""
+        with self.borrow(timeout_s) as parts:
+            return [bytes(part) for part in parts]
 
     def close(self) -> None:
         """End every waiting call in other threads of this process. Readers still receive what was sent before."""
