@@ -81,11 +81,17 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     parts: tuple[Part, ...] = ()
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw", array_like=True):
+    """The caller of a control operation has left. It is not executed any more if it has not begun or waits for requests."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. Draining is up to the front, which stops submitting and waits."""
 
 
-ToCore = Submit | Abort | WatchCache | UnloadAdapter | Control | Shutdown
+ToCore = Submit | Abort | WatchCache | UnloadAdapter | Control | Withdraw | Shutdown
 
 
 class Reuse(msgspec.Struct, frozen=True, omit_defaults=True):

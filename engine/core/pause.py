@@ -1,7 +1,8 @@
 """Pauses an engine core, puts it to sleep and updates its weights.
 
-    running ──pause──▶ (pausing: waits for requests to end) ──▶ paused ──sleep──▶ asleep
-       ▲───────────────resume───────────────────────────────────┘ ◀────wake────────┘
+    running ──pause, sleep──▶ (pausing: waits for requests to end) ──▶ paused ──sleep──▶ asleep
+       ▲───────────────────────resume───────────────────────────────────┘                  │
+       └───────────────────────────────────────wake────────────────────────────────────────┘
 
 The core's thread makes all changes between two steps. Steps in flight are collected first, so every step is computed
 with one version of the weights. When weights or KV cache are dropped, running requests return to the queue with their
@@ -24,6 +25,7 @@ class PauseController:
         self._executor, self._scheduler, self._step = executor, scheduler, step
         self.is_paused = False
         self.is_pausing = False  # waits for the requests that came before the pause
+        self._stays_paused = False  # a pause was requested for itself, not only by a sleep
         self.asleep: list[Part] = []
         self.version = 0  # the number of weight updates
 
@@ -33,7 +35,11 @@ class PauseController:
 
     def pause(self, mode: PauseMode) -> list[Output]:
         """Pause the engine, or with "wait" let `finish_pause` do it after the running requests have ended. Return the
-        outputs of aborted requests. Does nothing if the engine is paused."""
+        outputs of aborted requests. A paused engine only stays paused."""
+        self._stays_paused = True
+        return self._pause(mode)
+
+    def _pause(self, mode: PauseMode) -> list[Output]:
         if self.is_paused:
             return []
         requests = self._scheduler.requests
@@ -69,7 +75,7 @@ class PauseController:
         """End the pause; raise WeightsError while the engine sleeps."""
         if self.asleep:
             raise WeightsError(f"resume: the engine sleeps, without {' and '.join(self.asleep)}; wake_up comes first")
-        self.is_paused = self.is_pausing = False
+        self.is_paused = self.is_pausing = self._stays_paused = False
         self._scheduler.hold_new(False)
 
     def update_weights(self, path: str) -> None:
@@ -79,14 +85,28 @@ class PauseController:
         self._scheduler.change_model(self._executor.info, self.version)
         self.asleep = [part for part in self.asleep if part != "weights"]
 
-    def sleep(self, level: SleepLevel) -> None:
-        if not self.is_paused:
-            raise WeightsError("sleep: the engine runs; pause comes first")
+    def sleep(self, level: SleepLevel, mode: PauseMode) -> list[Output]:
+        """Pause the engine and free the memory of its cache, with level 2 also that of the weights; call `drain` first.
+        Return the outputs of aborted requests.
+
+        With "wait" the engine may only be pausing afterwards. Then call this again when it has paused. A sleep that is
+        refused (WeightsError) aborts nothing, and ends the pause unless that was requested for itself.
+        """
         if self.asleep:
             raise WeightsError(f"sleep: the engine sleeps already, without {' and '.join(self.asleep)}")
-        self._executor.sleep(level)
+        if mode == "wait":
+            self._pause(mode)
+            if self.is_pausing:
+                return []
+        try:
+            self._executor.sleep(level)
+        except WeightsError:
+            if self.is_paused and not self._stays_paused:
+                self.resume()
+            raise
         self._scheduler.change_model(self._executor.info, self.version)
         self.asleep = ["weights", "kv_cache"]
+        return self._pause(mode)
 
     def wake(self, parts: Sequence[Part]) -> None:
         """Allocate these parts again; resume if the engine has all of them."""

@@ -33,6 +33,7 @@ from penstock.engine.messages import (
     ToCore,
     UnloadAdapter,
     WatchCache,
+    Withdraw,
 )
 from penstock.executor.process_life import Reporter, begin, send
 from penstock.executor.protocol import (
@@ -145,7 +146,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         link.wake_for(fd)
     checked = False
     tiers_due_s = 0.0
-    pausing: list[int] = []  # numbers of pauses to answer when running requests have ended
+    pausing: list[Control] = []  # pauses and sleeps to finish when running requests have ended
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
@@ -164,10 +165,14 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
         checked = False
         outputs: list[Output | None] = []
         done: list[ControlReply] = []
+        withdrawn = {message.number for message in messages if isinstance(message, Withdraw)}
         for message in messages:
             if isinstance(message, Shutdown):
                 return
-            outputs += _take(core, message, duty, pausing, done)
+            if isinstance(message, Control) and message.number in withdrawn:
+                pausing.append(message)  # until the message that withdraws it
+            else:
+                outputs += _take(core, message, duty, pausing, done)
         num_tokens = 0
         if core.has_work() or not core.is_settled:
             duty.end()
@@ -175,22 +180,19 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
             duty.begin(TURN)
             num_tokens = core.last_step_tokens
         outputs += core.pauses.finish_pause()
+        outputs += _finish_pausing(core, duty, pausing, done)
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
         link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
         for update in core.cache_log.updates():
             link.send(update)
-        if pausing and not core.pauses.is_pausing:
-            error = "" if core.pauses.is_paused else "pause: it was resumed before the last request had ended"
-            done += [ControlReply(number, core.pauses.state, error) for number in pausing]
-            pausing.clear()
         for answer in done:
             link.send(answer)
 
 
 def _take(
-    core: EngineCore, message: ToCore, duty: Duty, pausing: list[int], done: list[ControlReply]
+    core: EngineCore, message: ToCore, duty: Duty, pausing: list[Control], done: list[ControlReply]
 ) -> list[Output | None]:
     """Execute a message from the front; return the outputs of requests that it ends."""
     if isinstance(message, Submit):
@@ -202,6 +204,8 @@ def _take(
         core.cache_log.watch(message.is_on, message.with_blocks)
     elif isinstance(message, UnloadAdapter):
         core.unload_adapter(message.key)
+    elif isinstance(message, Withdraw):
+        _withdraw(core, message.number, pausing, done)
     elif isinstance(message, Control):
         duty.end()  # the steps in flight have deadlines of their own
         outputs = core.pauses.drain()
@@ -212,9 +216,35 @@ def _take(
     return []
 
 
-def _control(core: EngineCore, message: Control, pausing: list[int], done: list[ControlReply]) -> list[Output]:
-    """Execute a control message; return the outputs of requests that it ends. A pause that waits for running requests
-    is answered after they have ended."""
+def _finish_pausing(
+    core: EngineCore, duty: Duty, pausing: list[Control], done: list[ControlReply]
+) -> list[Output | None]:
+    """Execute the pauses and sleeps again that waited for running requests, once the engine waits no longer."""
+    outputs: list[Output | None] = []
+    while pausing and not core.pauses.is_pausing:
+        message = pausing.pop(0)
+        if core.pauses.is_paused:
+            outputs += _take(core, message, duty, pausing, done)
+        else:
+            error = "pause: it was resumed before the last request had ended"
+            done.append(ControlReply(message.number, core.pauses.state, error))
+    return outputs
+
+
+def _withdraw(core: EngineCore, number: int, pausing: list[Control], done: list[ControlReply]) -> None:
+    """Answer a control message that has not been executed yet. If nothing else waits for the pause, it ends."""
+    others = [message for message in pausing if message.number != number]
+    if len(others) == len(pausing):
+        return
+    pausing[:] = others
+    if core.pauses.is_pausing and not others:
+        core.pauses.resume()
+    done.append(ControlReply(number, core.pauses.state, "the caller has left"))
+
+
+def _control(core: EngineCore, message: Control, pausing: list[Control], done: list[ControlReply]) -> list[Output]:
+    """Execute a control message; return the outputs of requests that it ends. A pause or a sleep that waits for running
+    requests is added to `pausing` instead of being answered."""
     pauses, error, adapter = core.pauses, "", None
     outputs: list[Output] = []
     try:
@@ -225,19 +255,20 @@ def _control(core: EngineCore, message: Control, pausing: list[int], done: list[
                 error = "" if core.reset_prefix_cache() else "requests or transfers between the tiers are in flight"
             case "pause":
                 outputs = pauses.pause(message.mode)
-                pausing.append(message.number)
-                return outputs
             case "resume":
                 pauses.resume()
             case "update_weights":
                 pauses.update_weights(message.path)
             case "sleep":
-                pauses.sleep(message.level)
+                outputs = pauses.sleep(message.level, message.mode)
             case "wake_up":
                 pauses.wake(message.parts)
     except (AdapterError, WeightsError) as refused:
         error = str(refused)
-    done.append(ControlReply(message.number, pauses.state, error, adapter))
+    if pauses.is_pausing and message.operation in ("pause", "sleep") and not error:
+        pausing.append(message)
+    else:
+        done.append(ControlReply(message.number, pauses.state, error, adapter))
     return outputs
 
 

@@ -44,6 +44,7 @@ from penstock.engine.messages import (
     ToCore,
     UnloadAdapter,
     WatchCache,
+    Withdraw,
 )
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -259,9 +260,16 @@ class AsyncEngine:
         """Make the core drop all cached content; return False if some of it is in use."""
         return not (await self._ask("reset_prefix_cache")).error
 
-    async def control(self, operation: str, **fields: Any) -> EngineState:
-        """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused."""
-        answer = await self._ask(operation, **fields)
+    async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> EngineState:
+        """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused.
+        With `is_withdrawable`, the core does not begin it any more when the caller has left."""
+        number = next(self._ids)
+        try:
+            answer = await self._ask(operation, number, **fields)
+        except asyncio.CancelledError:
+            if is_withdrawable:
+                self._send(Withdraw(number))
+            raise
         if answer.error:
             raise WeightsError(answer.error)
         return answer.state
@@ -279,11 +287,11 @@ class AsyncEngine:
             raise AdapterError(answer.error)
         return answer.adapter
 
-    def _ask(self, operation: str, **fields: Any) -> asyncio.Future[ControlReply]:
+    def _ask(self, operation: str, number: int | None = None, **fields: Any) -> asyncio.Future[ControlReply]:
         """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
-        number = next(self._ids)
+        number = next(self._ids) if number is None else number
         waiting = self._pending_replies[number] = asyncio.get_running_loop().create_future()
         self._send(Control(number, operation, **fields))  # type: ignore[arg-type]
         return waiting

@@ -230,12 +230,8 @@ class LLM:
             raise InvalidRequest("level", f"{level!r} given; 1 or 2 is expected")
         with self._turn:
             pauses = self._running().pauses
-            pauses.pause("abort")
-            try:
-                pauses.sleep(level)
-            finally:
-                if not pauses.asleep:  # it was refused
-                    pauses.resume()
+            pauses.drain()
+            pauses.sleep(level, "abort")
 
     def wake_up(self, tags: Sequence[Part] = ("weights", "kv_cache")) -> None:
         """Allocate the memory of these parts again; the engine runs again when it has both."""

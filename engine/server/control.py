@@ -3,8 +3,6 @@
 The operator must enable these routes. Parameters may be in the query string, in a JSON body, or in both.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -65,15 +63,7 @@ async def resume(service: Service, call: Call, body: bytes) -> dict[str, Any]:
 async def sleep(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Pause, and free the KV cache's memory; with level 2 also that of the weights."""
     request = parse_control(SleepRequest, call.query, body)
-    was_paused = service.engine.state.is_paused
-    try:
-        await service.engine.control("pause", mode=request.mode)
-        await service.engine.control("sleep", level=request.level)
-    except (WeightsError, asyncio.CancelledError):  # refused, or the client has left
-        if not was_paused:
-            with contextlib.suppress(WeightsError):  # it sleeps, as the client wanted
-                await service.engine.control("resume")
-        raise
+    await service.engine.control("sleep", is_withdrawable=True, level=request.level, mode=request.mode)
     return {"status": "asleep"}
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.config import SpeculativeConfig
-from penstock.executor.protocol import GroupInfo, Part, WeightsError
+from penstock.engine.messages import PauseMode
+from penstock.executor.protocol import GroupInfo, Part, SleepLevel, WeightsError
 from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import hardest
@@ -48,6 +49,10 @@ class Rig(CoreRig):
         self.keep(*self.pauses.drain())
         self.pauses.update_weights(path)
         self.core.scheduler.check()
+
+    def sleep(self, level: SleepLevel, mode: PauseMode) -> None:
+        self.keep(*self.pauses.drain())
+        self.keep(*self.pauses.sleep(level, mode))
 
     def versions(self, name: str) -> list[int]:
         return [output.weights_version for output in self.outputs[name] for _ in output.tokens]
@@ -95,7 +100,7 @@ def test_through_a_random_life_every_token_is_of_the_version_that_it_names(tmp_p
         ask: 35, step: 25, update: 10, abort: 4,
         lambda: rig.keep(*rig.pauses.pause(rng.choice(["abort", "wait", "keep"]))): 5,
         lambda: rig.pauses.resume(): 10,
-        lambda: rig.pauses.sleep(rng.choice([1, 2])): 5,
+        lambda: rig.sleep(rng.choice([1, 2]), rng.choice(["abort", "wait", "keep"])): 8,
         lambda: rig.pauses.wake(ALL): 6,
     }  # fmt: skip
     for act in rng.choices([*acts], [*acts.values()], k=50):
@@ -145,6 +150,43 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
         for name in names:
             assert rig.tokens(name) == expected and rig.end(name) == "length"
         assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+def test_a_sleep_keeps_ends_or_waits_for_what_runs(mode: PauseMode) -> None:
+    rig = Rig()
+    rig.ask("a")
+    rig.step(3)
+    rig.sleep(1, mode)
+    if mode == "wait":
+        assert rig.pauses.is_pausing and not rig.pauses.asleep
+        rig.run()
+        assert rig.pauses.is_paused and not rig.pauses.asleep
+        rig.sleep(1, mode)
+    assert rig.pauses.is_paused and rig.pauses.asleep == ["weights", "kv_cache"]
+    assert rig.end("a") == {"keep": None, "abort": "abort", "wait": "length"}[mode]
+    rig.pauses.wake(ALL)
+    rig.run()
+    if mode != "abort":
+        assert rig.tokens("a") == fresh(None, PROMPT, 12)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_refused_sleep_changes_nothing(mode: PauseMode, is_paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    if mode != "wait":
+        rig.ask("a")
+        rig.step(3)
+    if is_paused:
+        rig.keep(*rig.pauses.pause("keep"))
+    monkeypatch.setattr(OracleExecutor, "sleep", Mock(side_effect=WeightsError("enable_eplb: given")))
+    with pytest.raises(WeightsError, match="enable_eplb"):
+        rig.sleep(1, mode)
+    assert rig.pauses.is_paused is is_paused and not rig.pauses.asleep
+    rig.pauses.resume()
+    rig.run()
+    assert mode == "wait" or rig.tokens("a") == fresh(None, PROMPT, 12)
 
 
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:

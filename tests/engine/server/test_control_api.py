@@ -105,6 +105,24 @@ def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
 
+def test_sleeps_and_pauses_that_wait_end_with_the_last_request_and_only_the_first_sleep_is_served(
+    server: Running,
+) -> None:
+    asking = ask(server, max_tokens=3000, ignore_eos=True)
+    until(lambda: server.engine.stats.num_running == 1)
+    waiting = server.engine._pending_replies  # type: ignore[attr-defined]
+    routes = ("/sleep?mode=wait", "/pause?mode=wait", "/sleep?mode=wait&level=2")
+    replies: list[Future[Any]] = []
+    for route in routes:
+        replies.append(THREADS.submit(server.http.post, route))
+        until(lambda: len(waiting) == len(replies) or asking.done())
+    first, paused, second = (reply.result(60) for reply in replies)
+    assert asking.result(60)["finish_reason"] == "length"
+    assert (first.json(), paused.json()) == ({"status": "asleep"}, {"status": "paused"})
+    assert second.status_code == 409 and "the engine sleeps already" in second.text
+    assert server.http.post("/wake_up").json() == {"status": "awake"}
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path, level: int) -> None:
     path = content_folder(tmp_path, "a")
@@ -164,7 +182,7 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
         process = server.engine._process  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the update is not done before it is killed
         updating = THREADS.submit(update, server, path)
-        asked = server.engine._asked  # type: ignore[attr-defined]
+        asked = server.engine._pending_replies  # type: ignore[attr-defined]
         until(lambda: bool(asked))
         os.kill(process.pid, signal.SIGKILL)
         answer = updating.result(60)
@@ -175,7 +193,7 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
 def test_a_client_that_leaves_while_its_sleep_waits_leaves_no_pause_behind() -> None:
     with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
         process = server.engine._process  # type: ignore[attr-defined]
-        asked = server.engine._asked  # type: ignore[attr-defined]
+        asked = server.engine._pending_replies  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the pause is not done before the client has left
         with server.connect() as sock:
             sock.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
