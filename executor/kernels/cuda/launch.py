@@ -2,7 +2,8 @@
 
 The compiled variant of a kernel depends only on its constants, its options and its tensors' dtypes: integers that
 change from step to step are not specialized, and every pointer is aligned. Therefore all variants that requests need
-are known at startup. A new variant would be compiled while requests wait; tests check that none is.
+are known at startup. A new variant would be compiled while requests wait; tests check that none is. A launch finds its
+variant by a key of exactly these: Triton's own search binds and inspects every argument, which takes twice as long.
 """
 
 import inspect
@@ -35,7 +36,11 @@ class Kernel:
         self.num_pointers = len(pointers)
         numbers = self._names[self.num_pointers :]
         assert self._names == pointers + numbers, f"{self.name}: a number stands before a pointer"
+        constants = list(parameters)[len(self._names) :]
+        assert list(parameters) == self._names + constants, f"{self.name}: a constant stands before a number"
+        self._constants = (None,) * len(constants)  # compiled kernels ignore the values of their constants
         self._jit = triton.jit(function, do_not_specialize=numbers)
+        self._compiled: dict[tuple[Any, ...], Any] = {}  # by device, dtypes, constants and options
         self._takes_turns = not {"wait_and_allow_next", "wait_for_previous"}.isdisjoint(function.__code__.co_names)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -43,17 +48,25 @@ class Kernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **keywords: Any) -> None:
         assert len(arguments) == len(self._names), f"{self.name}: {len(arguments)} arguments"
-        named = dict(zip(self._names, arguments, strict=True))
-        for name, value in named.items():
+        for position, value in enumerate(arguments):
             if isinstance(value, torch.Tensor):
-                assert value.data_ptr() % ALIGNMENT == 0, f"{self.name}: {name} not aligned to {ALIGNMENT} bytes"
+                assert value.data_ptr() % ALIGNMENT == 0, f"{self._name(position)} not aligned to {ALIGNMENT} bytes"
             else:
                 # Kernels are compiled for 32-bit integers; Triton would compile another variant for a larger value.
                 is_fine = isinstance(value, float) or (type(value) is int and -(2**31) <= value < 2**31)
-                assert is_fine, f"{self.name}: {name} is {value}, no float and no integer of 32 bits"
+                assert is_fine, f"{self._name(position)} is {value}, no float and no integer of 32 bits"
         if self._takes_turns:
             keywords["launch_pdl"] = is_dependent()
-        self._jit[grid](**named, **keywords)
+        pointers = arguments[: self.num_pointers]
+        key = (pointers[0].get_device(), *[each.dtype for each in pointers], *keywords, *keywords.values())
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *self._constants)
+        else:  # compiles or loads it, and launches it; the interpreter has nothing to keep
+            self._compiled[key] = self._jit[grid](**dict(zip(self._names, arguments, strict=True)), **keywords)
+
+    def _name(self, position: int) -> str:
+        return f"{self.name}: {self._names[position]}"
 
 
 kernel = Kernel
