@@ -1,15 +1,17 @@
 """The sampling parameters of a request and their validation.
 
-The limits are annotations of the fields, so the server and the offline API behave the same: `check` raises
-`InvalidRequest`, which names the field, the value and the limit. The engine core does not check again.
+The limits are annotations of the fields, so the server and the offline API behave the same: the constructor and `check`,
+which knows the model, raise `InvalidRequest`, which names the field, the value and the limit. The engine core does not
+check again.
 """
 
 import numbers
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from collections.abc import Iterable
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.vllm_options import REPLACED_SAMPLING, unknown_option
@@ -20,7 +22,7 @@ MAX_LOGPROBS = 20  # like OpenAI's top_logprobs
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; up to this much text is held back
 MAX_LISTED_IDS = 4096  # per list of token ids or biases; each id costs time in every step
-MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS = 100
 MAX_GRAMMAR_CHARS = 256 * 1024  # length of a schema, expression or grammar
 MAX_GRAMMAR_DEPTH = 64  # nesting of objects and lists in a schema
 MAX_CHOICES = 1024
@@ -29,17 +31,15 @@ DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_p
 MAX_COUNT = 2**31 - 1  # largest number of tokens: the executor stores it in 32 bits
 
 
-class Limit(NamedTuple):
-    """The valid range of a number, used as an annotation of its field."""
-
-    low: float
-    high: float
-    is_open: bool = False  # `low` itself is out of range
-
-    def __str__(self) -> str:
-        return (
-            f"above {self.low:g} and at most {self.high:g}" if self.is_open else f"from {self.low:g} to {self.high:g}"
-        )
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenIds = Annotated[list[int], Meta(max_length=MAX_LISTED_IDS, description="a list of token ids is expected")]
+Biases = Annotated[
+    dict[int, float],
+    Meta(
+        max_length=MAX_LISTED_IDS,
+        description=f"biases by token id, each from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, are expected",
+    ),
+]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,41 +108,58 @@ class _ExplainsKeywords(msgspec.StructMeta):
             raise
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, metaclass=_ExplainsKeywords):
-    """Sampling parameters of one request. Names and defaults are those of vLLM."""
+class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, metaclass=_ExplainsKeywords):
+    """The fields of SamplingParams, with the limits that hold for every model."""
 
-    n: Annotated[int, Limit(1, MAX_N)] = 1
-    temperature: Annotated[float, Limit(0.0, 2.0)] = 1.0
-    top_p: Annotated[float, Limit(0.0, 1.0, is_open=True)] = 1.0
-    top_k: Annotated[int, Limit(-1, MAX_COUNT)] = 0  # 0 or -1: off
-    min_p: Annotated[float, Limit(0.0, 1.0)] = 0.0
-    repetition_penalty: Annotated[float, Limit(0.01, 100.0)] = 1.0  # logits divided by less could overflow
-    presence_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
-    frequency_penalty: Annotated[float, Limit(-2.0, 2.0)] = 0.0
-    seed: Annotated[int, Limit(-(2**63), 2**64 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = 0  # 0 or -1: off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0  # logits divided by less could overflow
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: int | None = None  # 64 bits, signed or unsigned; msgspec has no limit above 2**63 - 1
     # None: limited by the context only; 0: only compute the prompt.
-    max_tokens: Annotated[int, Limit(0, MAX_COUNT)] | None = 16
-    min_tokens: Annotated[int, Limit(0, MAX_COUNT)] = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = 16
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Meta(max_length=MAX_STOP_STRINGS)] | None,
+        Meta(description="a text or a list of texts is expected"),
+    ] = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    banned_token_ids: list[int] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None  # or a dictionary of its fields
 
+
+class SamplingParams(_Fields, kw_only=True):
+    """Sampling parameters of one request. Names and defaults are those of vLLM."""
+
     def __post_init__(self) -> None:
-        if isinstance(self.structured_outputs, dict):
-            try:
-                found = msgspec.convert(self.structured_outputs, StructuredOutputs)
-            except msgspec.ValidationError as error:
-                raise InvalidRequest("structured_outputs", str(error)) from None
-            msgspec.structs.force_setattr(self, "structured_outputs", found)
+        """Raise InvalidRequest for the first invalid field, and convert the numbers of other libraries to Python's,
+        because the executor's messages hold only those. `msgspec.structs.replace` calls this, too."""
+        values = msgspec.structs.asdict(self)
+        try:
+            valid = msgspec.convert(values, _Fields)
+        except msgspec.ValidationError:  # a value is invalid, or of another library
+            valid = _Fields(**{field: _converted(field, value) for field, value in values.items()})
+        for field in self.__struct_fields__:
+            setattr(self, field, getattr(valid, field))
+        _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for bias in (self.logit_bias or {}).values():
+            _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.allowed_token_ids == []:
+            raise InvalidRequest("allowed_token_ids", "the list is empty; leave it out to allow every token")
 
     def clone(self) -> "SamplingParams":
         return msgspec.structs.replace(self)
@@ -154,38 +171,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, m
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-        """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size, and convert the
-        numbers of other libraries to Python's, because the executor's messages hold only those."""
-        for field, (check, limit, is_optional) in _LIMITS.items():
-            if (value := getattr(self, field)) is not None or not is_optional:
-                setattr(self, field, check(field, value, limit))
-        if self.max_tokens is not None:
-            _integer("min_tokens", self.min_tokens, Limit(0, self.max_tokens))
-        if not isinstance(self.stop, str | list | tuple | None) or not all(
-            isinstance(text, str) for text in self.stop or ()
-        ):
-            raise InvalidRequest("stop", f"{short(self.stop)} given; a text or a list of texts is expected")
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
-        for text in self.stop_strings:
-            if not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise InvalidRequest("stop", f"a string of {len(text)} characters; 1 to {MAX_STOP_LENGTH} are allowed")
-        if self.stop_strings and not self.detokenize:
+        """Raise InvalidRequest for the first field that is invalid for a model with this vocabulary size."""
+        for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"):
+            for token in getattr(self, field) or ():
+                _check_range(field, token, 0, vocab_size - 1)
+        _check_range("logprobs", self.logprobs, 0, max_logprobs)
+        _check_range("prompt_logprobs", self.prompt_logprobs, 0, max_logprobs)
+        if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "stop strings need detokenize=True")
-        for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            if (ids := getattr(self, field)) is not None:
-                setattr(self, field, _token_ids(field, ids, vocab_size))
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids", "the list is empty; leave it out to allow every token")
-        if not isinstance(self.logit_bias, dict | None):
-            raise InvalidRequest("logit_bias", f"{short(self.logit_bias)} given; biases by token id are expected")
-        if self.logit_bias:
-            limit = Limit(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-            biases = [_number("logit_bias", bias, limit) for bias in self.logit_bias.values()]
-            self.logit_bias = dict(zip(_token_ids("logit_bias", self.logit_bias, vocab_size), biases, strict=True))
-        for field in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, field)) is not None:
-                setattr(self, field, _integer(field, value, Limit(0, max_logprobs)))
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
@@ -226,33 +219,38 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-def _integer(field: str, value: Any, limit: Limit) -> int:
+def _converted(field: str, value: Any) -> Any:
+    """Convert a value to the type of its field; raise InvalidRequest if it is invalid."""
     plain = plain_number(value)
-    if not isinstance(plain, int) or isinstance(plain, bool):
-        raise InvalidRequest(field, f"{short(value)} given; an integer from {limit.low} to {limit.high} is expected")
-    if not limit.low <= plain <= limit.high:
-        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be from {limit.low} to {limit.high}")
-    return plain
-
-
-def _number(field: str, value: Any, limit: Limit) -> float:
-    plain = plain_number(value)
-    if not isinstance(plain, int | float) or isinstance(plain, bool):
-        raise InvalidRequest(field, f"{short(value)} given; a number {limit} is expected")
-    if not limit.low <= plain <= limit.high or (limit.is_open and plain == limit.low):  # NaN fits no range
-        raise InvalidRequest(field, f"{short(plain)} is out of range; it must be {limit}")
-    return float(plain)
-
-
-def _token_ids(field: str, values: Any, vocab_size: int) -> list[int]:
+    if isinstance(plain, dict):
+        plain = {plain_number(key): plain_number(each) for key, each in plain.items()}
+    elif isinstance(plain, Iterable) and not isinstance(plain, str):
+        plain = [*map(plain_number, plain)]
+    kind = _KINDS[field]
     try:
-        ids = list(values)
-    except TypeError:
-        raise InvalidRequest(field, f"{short(values)} given; a list of token ids is expected") from None
-    if len(ids) > MAX_LISTED_IDS:
-        raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
-    limit = Limit(0, vocab_size - 1)
-    return [_integer(field, token, limit) for token in ids]
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(field, _reason(value, plain, kind, error)) from None
+
+
+def _reason(value: Any, plain: Any, kind: Any, error: msgspec.ValidationError) -> str:
+    """Return the message about a value, as it was given and as a Python number, that its type `kind` does not allow."""
+    limited = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Annotated), None)
+    said = str(error)[0].lower() + str(error)[1:]
+    if limited is None:
+        return f"{short(value)} given; {said}"
+    number, limit = limited.__origin__, limited.__metadata__[0]
+    if limit.description is not None:
+        return f"{short(value)} given; {limit.description} ({said})"
+    limits = f"from {limit.ge} to {limit.le}" if limit.gt is None else f"above {limit.gt} and at most {limit.le}"
+    if type(plain) in (int, number):
+        return f"{short(plain)} is out of range; it must be {limits}"
+    return f"{short(value)} given; {'an integer' if number is int else 'a number'} {limits} is expected"
+
+
+def _check_range(field: str, value: float | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(field, f"{short(value)} is out of range; it must be from {low} to {high}")
 
 
 def _choices(field: str, choices: list[str]) -> None:
@@ -292,12 +290,4 @@ def short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
-def _limits() -> Iterator[tuple[str, tuple[Callable[[str, Any, Limit], float], Limit, bool]]]:
-    """Yield, for each field whose annotation has a limit, its check, the limit, and whether it may be None."""
-    for field, kind in get_type_hints(SamplingParams, include_extras=True).items():
-        for part in (kind, *get_args(kind)):  # Annotated, or Annotated | None
-            for limit in getattr(part, "__metadata__", ()):
-                yield field, (_integer if part.__origin__ is int else _number, limit, part is not kind)
-
-
-_LIMITS = dict(_limits())
+_KINDS = get_type_hints(_Fields, include_extras=True)

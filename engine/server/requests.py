@@ -7,7 +7,7 @@ SamplingParams and the engine validate the values.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw
@@ -86,7 +86,7 @@ class GenerateRequest(PromptRequest, kw_only=True):
 
 def with_sampling(kind: type[Request], without: Collection[str] = ()) -> type[Request]:
     """Return `kind` with a field for each of SAMPLING_FIELDS that it does not declare, except those in `without`."""
-    declared = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+    declared = get_type_hints(SamplingParams)  # without limits: SamplingParams names the value that exceeds one
     missing = [name for name in SAMPLING_FIELDS if name not in (*kind.__struct_fields__, *without)]
     added = [(name, declared[name] | None, None) for name in missing]
     namespace = {"__doc__": kind.__doc__}

@@ -225,10 +225,17 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(("given", "said"), table(__file__, "offline types", np=np))
-def test_parameters_of_another_type_are_refused_by_name(llm: LLM, given: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("given", "said"), table(__file__, "offline parameters", np=np))
+def test_invalid_parameters_are_refused_at_once_and_also_after_a_change(
+    llm: LLM, given: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        llm.generate([[1]], SamplingParams(**given), use_tqdm=False)
+        SamplingParams(**given)
+    changed = SamplingParams()
+    for field, value in given.items():
+        setattr(changed, field, value)
+    with pytest.raises(InvalidRequest, match=said):
+        llm.generate([[1]], changed, use_tqdm=False)
 
 
 @pytest.mark.parametrize(("name", "hint"), table(__file__, "unknown sampling parameters"))
