@@ -83,6 +83,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _grammar_size(self.field, len(value))
         elif isinstance(value, dict):
             check_depth(self.field, value)
+        if forms == ["grammar"] and "::=" in value:
+            reason = "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected"
+            raise InvalidRequest(self.field, reason)
 
     @property
     def _forms(self) -> list[str]:

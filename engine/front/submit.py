@@ -113,7 +113,7 @@ def begin_answer(
     text with a space, which only a continuation keeps.
     `shown_ids`: special tokens that are part of the text in any case.
     `stop_condition`: creates for each choice the condition under which stop strings apply.
-    `grammar`: made of `params.structured_outputs`; it may be stricter, but is never absent.
+    `grammar`: the grammar's text; it implements `params.structured_outputs`, and may be stricter.
     `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
     `sampling`: derived from the same `params` except for seed and length. Lists of thousands of ids take milliseconds to
     sort, and a call may have a thousand prompts.
@@ -123,7 +123,7 @@ def begin_answer(
     check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
     if sampling is None:
         sampling = params.sampling(() if tokenizer is None else tokenizer.eos_ids)
-    assert (params.structured_outputs is None) == (fields.get("grammar") is None), "one is made of the other"
+    assert params.structured_outputs is None or fields.get("grammar") is not None, "the output format has a grammar"
     peer, peer_wait_s = _source(kv_transfer, info)
     room = info.max_model_len - len(prompt) // 4
     messages, choices = [], []

@@ -55,10 +55,14 @@ def prepared(schema: Any, field: str, name: str = "") -> dict[str, Any]:
     return found
 
 
+def guided_json(schema: dict[str, Any], **options: Any) -> str:
+    """Return a prepared schema as JSON text with llguidance's `options`."""
+    return json.dumps({**schema, "x-guidance": {"json_allowed_escapes": ESCAPES, **options}}, ensure_ascii=False)
+
+
 def lark_json(schema: dict[str, Any], **options: Any) -> str:
-    """Return a prepared schema as a Lark expression. `options` are passed to llguidance."""
-    text = json.dumps({**schema, "x-guidance": {"json_allowed_escapes": ESCAPES, **options}}, ensure_ascii=False)
-    return "%json " + text.replace("::=", ":\\u003a=")  # "::=" would make the grammar look like another dialect
+    """Return a prepared schema as a Lark expression."""
+    return f"%json {guided_json(schema, **options)}"
 
 
 def _adjusted(schema: Any) -> Any:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from penstock.engine.grammar.json_schema import WHITESPACE, lark_json, prepared
+from penstock.engine.grammar.json_schema import WHITESPACE, guided_json, prepared
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputs
 from penstock.engine.text.tools.thinking import Thinking
@@ -17,10 +17,10 @@ ANY = r"(.|\n)*"
 BLANK = r"[ \t\r\n]*"
 
 
-def json_body(outputs: StructuredOutputs) -> str:
-    """Return the Lark expression for JSON that follows the request's structured_outputs."""
+def schema_json(outputs: StructuredOutputs) -> str:
+    """Return the schema of the request's structured_outputs as JSON text for llguidance."""
     schema = prepared({"type": "object"} if outputs.kind == "json_object" else outputs.json, "structured_outputs.json")
-    return lark_json(schema, coerce_one_of=outputs.coerce_one_of, whitespace_pattern=WHITESPACE)
+    return guided_json(schema, coerce_one_of=outputs.coerce_one_of, whitespace_pattern=WHITESPACE)
 
 
 class Rules:
@@ -92,7 +92,7 @@ class Rules:
         kind = outputs.kind
         value = getattr(outputs, kind)
         if kind in ("json", "json_object"):
-            body = json_body(outputs)
+            body = f"%json {schema_json(outputs)}"
         elif kind == "regex":
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value)  # a slash would end the expression
             body = f"/{pattern}/"

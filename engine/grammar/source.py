@@ -1,4 +1,4 @@
-"""Builds the grammar for a request's structured_outputs. Checks shape and size, but does not compile the grammar.
+"""Builds the text of the grammar for a request's structured_outputs, but does not compile it.
 
 Whitespace between JSON tokens is bounded (a space, or a line break with indentation). Otherwise a model sampled at a
 high temperature can write whitespace until it reaches max_tokens, and its output is not valid JSON.
@@ -6,24 +6,20 @@ high temperature can write whitespace until it reaches max_tokens, and its outpu
 
 from penstock.engine.grammar.json_schema import lark_json, prepared
 from penstock.engine.grammar.matcher import shortened
-from penstock.engine.grammar.rules import Rules, json_body
+from penstock.engine.grammar.rules import Rules, schema_json
 from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import StructuredOutputs
 
 
 def grammar_source(outputs: StructuredOutputs) -> str:
-    """Return the text of the grammar."""
-    outputs.check()
+    """Return the text of the grammar for an output format that has been checked."""
     if outputs.kind in ("json", "json_object"):  # not in Lark, within which llguidance takes 1 ms longer to compile it
-        return f'{{"grammars": [{{"json_schema": {json_body(outputs).removeprefix("%json ")}}}]}}'
-    if outputs.grammar is None:
-        rules = Rules({})
-        return rules.lark(rules.answer(outputs))
-    if "::=" in outputs.grammar:
-        reason = "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected"
-        raise InvalidRequest(outputs.field, reason)
-    return outputs.grammar
+        return f'{{"grammars": [{{"json_schema": {schema_json(outputs)}}}]}}'
+    if outputs.grammar is not None:
+        return outputs.grammar
+    rules = Rules({})
+    return rules.lark(rules.answer(outputs))
 
 
 def check_pattern(pattern: str, field: str) -> None:

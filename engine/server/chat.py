@@ -3,8 +3,6 @@
 from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
-import msgspec
-
 from penstock.engine.front.answer import Update
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
@@ -67,13 +65,14 @@ async def ask(
         (prompt,) = await to_ids("messages", [given], service, request)
         check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
         begun = conversation.last_text if request.continue_final_message else ""
-        plan, held = await tools.plan(request, begun, calls, prompt, wanted)
+        plan, grammar = await tools.plan(request, begun, calls, prompt, wanted)
         # Not admitted again: a server that has begun to drain meanwhile still answers this call.
         service.generate(
             call,
             request,
             [prompt],
-            msgspec.structs.replace(params, structured_outputs=held),
+            params,
+            grammar=grammar,
             kv_transfer=request.kv_transfer_params,
             shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
             stop_condition=plan.stop_condition if plan.is_certain else None,

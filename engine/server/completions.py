@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 
 from penstock.engine.front.answer import Update
+from penstock.engine.grammar.source import grammar_source
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
 from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
@@ -26,6 +27,7 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
         logprobs=request.logprobs,
         prompt_logprobs=max((value for value in counts if value is not None), default=None),
     )
+    grammar = None if wanted is None else grammar_source(wanted)
     ids = given_ids(call, "prompt", request.prompt)
     inputs = [ids] if ids is not None else decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
     num_sequences = len(inputs) * params.n
@@ -41,6 +43,7 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
             request,
             prompts,
             params,
+            grammar=grammar,
             is_continuation=True,
             kv_transfer=request.kv_transfer_params,
         )

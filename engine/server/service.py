@@ -16,7 +16,6 @@ import msgspec
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import SamplingParams
@@ -146,8 +145,6 @@ class Service:
         released at its end."""
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
-        outputs = params.structured_outputs
-        options["grammar"] = None if outputs is None else grammar_source(outputs)
         for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:

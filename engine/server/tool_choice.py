@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.cache.keys import RecentKeys
+from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.grammar.validator import Validator
 from penstock.engine.http.errors import clip
@@ -173,16 +174,17 @@ class Tools:
         calls: Calls | None,
         prompt: bytes,
         answer_format: StructuredOutputs | None,
-    ) -> tuple[ReadingPlan, StructuredOutputs | None]:
-        """Return the parsing plan, and the constraint for `answer_format`, the calls and the reasoning. `begun`: the text
-        that the answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused are only parsed."""
+    ) -> tuple[ReadingPlan, str | None]:
+        """Return the parsing plan, and the text of the grammar for `answer_format`, the calls and the reasoning, if any.
+        `begun`: the text that the answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused
+        are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
         is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or answer_format is not None)
-        outputs = await self._constraint(calls, answer_format, thought) if is_held else None
-        if outputs is None:
+        text = await self._grammar(calls, answer_format, thought) if is_held else None
+        if text is None:
             is_held = False
-            outputs = await self._constraint(None, answer_format, thought)
-        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False), outputs
+            text = await self._grammar(None, answer_format, thought)
+        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False), text
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
@@ -191,23 +193,23 @@ class Tools:
             return harmony.after_prompt(end)
         return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())
 
-    async def _constraint(
+    async def _grammar(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
-    ) -> StructuredOutputs | None:
-        """Return one grammar for reasoning followed by calls or the requested format; None without a constraint, or if
+    ) -> str | None:
+        """Return the text of one grammar for reasoning followed by calls or the requested format; None without a constraint, or if
         the grammar of optional calls is refused."""
         if calls is not None and calls.must:
             answer = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
         if calls is None and (answer is None or thought is None):
-            return answer
+            return None if answer is None else grammar_source(answer)
         content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], answer, thought])
         if (key := hashlib.sha256(content).digest()) not in self._grammars:
-            self._grammars.add(key, await self._grammar(calls, answer, thought))
-        text = self._grammars[key]
-        return None if text is None else StructuredOutputs(grammar=text)
+            self._grammars.add(key, await self._build(calls, answer, thought))
+        text: str | None = self._grammars[key]
+        return text
 
-    async def _grammar(
+    async def _build(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
         """Build the grammar. The client did not request one for optional calls, so they are not constrained by one that

@@ -5,9 +5,7 @@ from functools import cache
 
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.call_kinds import Calls, ToolFormat, ToolSpec
@@ -58,8 +56,7 @@ def ids_of(*marks: str) -> dict[str, int]:
 
 def lark_matcher(lark: str, *marks: str) -> LLMatcher:
     """Return the matcher of a grammar of tool calls, to which these marks are special tokens."""
-    source = grammar_source(StructuredOutputs(grammar=lark))
-    found = LLMatcher(vocabulary_of(*marks).backend, source)
+    found = LLMatcher(vocabulary_of(*marks).backend, lark)
     assert not found.is_error(), found.get_error()
     return found
 

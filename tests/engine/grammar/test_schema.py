@@ -54,7 +54,7 @@ def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_sa
     assert accepts(matcher(json=number, coerce_one_of=True), "1.5")
     assert not accepts(matcher(json=number, coerce_one_of=True), '"a"')
     with pytest.raises(InvalidRequest, match="structured_outputs.coerce_one_of: regex holds no oneOf"):
-        matcher(regex="a", coerce_one_of=True)
+        StructuredOutputs(regex="a", coerce_one_of=True).check()
 
 
 def test_a_keyword_of_any_shape_is_taken_or_refused_but_breaks_nothing() -> None:
@@ -87,5 +87,7 @@ def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
 @pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH))
 def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        grammar_source(StructuredOutputs(**form))
+        outputs = StructuredOutputs(**form)
+        outputs.check()
+        grammar_source(outputs)
     assert caught.value.field == field

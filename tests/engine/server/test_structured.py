@@ -9,7 +9,7 @@ import pytest
 from benchmarks.export import save_tokenizer
 
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams, StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -61,6 +61,15 @@ def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(server: Runni
         assert loose.chat(**form).status_code == loose.chat(**call).status_code == 200
         assert loose.complete(structured_outputs={"json": schema}).status_code == 200
         assert loose.complete(structured_outputs={"regex": "a"}).status_code == 200
+
+
+def test_a_format_is_as_large_and_as_free_after_reasoning_as_without_it() -> None:
+    outputs: list[dict[str, Any]] = [{"choice": ["a ::= b"]}, {"choice": ["x" * (MAX_GRAMMAR_CHARS - 99)]}]
+    with running(template=ChatTemplate(QWEN3)) as server:
+        for form in outputs:
+            for send in (server.complete, server.chat):
+                answer = send(structured_outputs=form, max_tokens=2)
+                assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), table(__file__, "grammars"))

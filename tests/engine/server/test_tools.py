@@ -31,9 +31,9 @@ SAID = (
 
 
 def grammar_of(server: Running) -> str | None:
-    """The Lark text of the last request, as the matcher gets it."""
-    wanted = server.params.structured_outputs
-    return None if wanted is None else wanted.grammar
+    """The text of the last request's grammar, as the core gets it."""
+    text: str | None = server.engine.submitted[-1][2]["grammar"]
+    return text
 
 
 # Calls.
