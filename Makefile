@@ -1,13 +1,23 @@
-# The README's commands: serve test check size bench dist gpu fmt; `nightly` and `soak` run the longest tests. Each installs
-# what it needs into .venv: `serve` the runtime packages alone, the others the development packages as well. For a
-# bare machine with a GPU: gpu-wheels here, gpu-first there.
-#
-#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_ring.py
-#   make gpu-first OUTPUT=results/today
+# Each command installs what it needs into .venv: `serve` the runtime packages alone, the others the development packages
+# as well. For a bare machine with a GPU: gpu-wheels here, gpu-first there.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test nightly soak check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
+define HELP
+make serve        serve a small chat model at http://127.0.0.1:8000       ARGS='--port 9000'
+make test         the tests on a CPU, except slow and GPU tests            ARGS='tests/cache -k keys'
+make check        format, types, layers, line budgets, sdist and wheel
+make nightly      what takes hours; make soak: thousands of random worlds, kills and lost writes
+make size         lines per room beside their budgets
+make bench        figures of this checkout on a CPU                        BENCH=benchmarks/bench_ring.py
+make dist         sdist and wheel; make prove-wheel: the wheel penstock-prove
+make gpu-first    kernels, graphs and decoding on this machine's GPU       OUTPUT=results/today
+make gpu          whole models on it; make gpu-wheels: the packages that a machine without a network needs
+make fmt          format the code
+make clean        delete .venv and what was built
+endef
+export HELP
+.PHONY: help clean serve test nightly soak check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,6 +36,9 @@ EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu
 # Packages are installed without bytecode, so Python has to keep what it compiles, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE =
+
+help:
+	@echo "$$HELP"
 
 # The extension is compiled while pip downloads and unpacks.
 serve:
@@ -103,6 +116,10 @@ gpu-wheels: $(INSTALLED) $(EXTENSION)
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .whl dist build src/penstock.egg-info $(EXTENSION)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where Python already has torch with CUDA, the environment sees and keeps it; elsewhere the constraints pin torch as well.
 $(TOOLS):

@@ -21,8 +21,8 @@ PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
 INTERNALS = {"architecture.md", "block-keys.md", "caches.md", "configuration.md", "glossary.md", "log.md", "ring.md"}
 OTHERS = {
-    *("apt-get", "export", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "serve", "some-other-server"),
-    "vllm",
+    *("apt-get", "cd", "docker", "export", "git", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "serve"),
+    *("some-other-server", "uv", "vllm"),
 }
 TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
 CHECKS: dict[str, Callable[[argparse.Namespace], object]] = {
