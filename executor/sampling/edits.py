@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels import IN_PROMPT, SamplingOps
-from penstock.executor.protocol import Sampling, is_penalized
+from penstock.executor.protocol import Admission, Sampling, is_penalized
 from penstock.executor.staging import send, send_list
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
@@ -92,10 +92,9 @@ class TokenCounts:
 class Edits:
     """The edits of some rows, for logits whose rows are `stride` apart."""
 
-    def __init__(self, rows: list[tuple[int, Sampling, int]], stride: int, device: torch.device) -> None:
-        """rows: (slot, sampling, num_prompt) each."""
-        self._rows, self._stride, self._device = rows, stride, device
-        samplings = [sampling for _, sampling, _ in rows]
+    def __init__(self, requests: list[Admission], stride: int, device: torch.device) -> None:
+        self._requests, self._stride, self._device = requests, stride, device
+        samplings = [request.sampling for request in requests]
         self._allowed_rows = self._index([row for row, s in enumerate(samplings) if s.allowed_ids])
         self._allowed = self._flat([s.allowed_ids for s in samplings])
         self._banned = self._flat([s.banned_ids for s in samplings])
@@ -108,7 +107,7 @@ class Edits:
             chosen = [samplings[row] for row in self._penalized]
             self._penalties = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
             self._penalized_rows = send_list(self._penalized, torch.int64, device)  # [P]
-            self._slots = send_list([rows[row][0] for row in self._penalized], torch.int64, device)  # [P]
+            self._slots = send_list([requests[row].slot for row in self._penalized], torch.int64, device)  # [P]
             self._coefficients = send_list(self._penalties, torch.float32, device)  # [P, 3]
 
     def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenCounts, ops: SamplingOps | None = None) -> None:
@@ -148,11 +147,11 @@ class Edits:
         """Return stop tokens of rows that have not sampled min_tokens yet; they change at most once per row."""
         too_short = tuple(
             row
-            for row, (_, sampling, num_prompt) in enumerate(self._rows)
-            if positions[row] - num_prompt < sampling.min_tokens
+            for row, request in enumerate(self._requests)
+            if positions[row] - request.num_prompt < request.sampling.min_tokens
         )
         if too_short != self._too_short:
-            stops = [s.stop_ids if row in too_short else () for row, (_, s, _) in enumerate(self._rows)]
+            stops = [r.sampling.stop_ids if row in too_short else () for row, r in enumerate(self._requests)]
             self._too_short, self._stops = too_short, self._flat(stops)
         return self._stops
 

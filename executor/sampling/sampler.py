@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
+from penstock.executor.protocol import NOTHING_LEFT, Admission, Sampling, TokenLogprobs, is_penalized
 from penstock.executor.sampling.draw import BLOCK, draw, filter_weights, uniforms
 from penstock.executor.sampling.edits import Edits, RowMasks, TokenCounts, is_edited
 from penstock.executor.staging import send, send_list
@@ -28,7 +28,6 @@ WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 LogprobTensors = tuple[Tensor, Tensor, Tensor]  # ids and values [n, 1 + num], the chosen token first; ranks [n]
-DrawOptions = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # [R] each, the options of `SamplingOps.choose`
 
 
 @dataclass
@@ -63,15 +62,14 @@ class SampledTokens:
 
 
 class Sampler:
-    """Keeps the sampling state of the request in each slot. Steps are sampled one at a time, in order."""
+    """Samples for steps one at a time, in order. Of the requests it keeps only the token counts that penalties need: a
+    step brings its requests' options, and on a GPU those of the draw lie on the device (`Samples.options`)."""
 
     def __init__(
         self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps | None = None
     ) -> None:
         """With `ops`, a kernel draws rows with all filters at once, instead of filter by filter."""
         self.ops, self._vocab_size, self._device = ops, vocab_size, device
-        self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
-        self._num_prompt = [0] * max_num_seqs
         self._seen = TokenCounts(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
@@ -80,53 +78,52 @@ class Sampler:
         self._scratch = torch.empty_like(self._weights) if ops is None else self._weights[:0]
         self._plan: _Plan | None = None
 
-    def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
-        """Assign the slot to a request. tokens [n] int32: its prompt and the tokens sampled before a preemption."""
-        self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
-        if is_penalized(sampling):
-            self._seen.admit(slot, tokens, num_prompt)
-        self._plan = None
+    def admit(self, request: Admission, tokens: np.ndarray) -> None:
+        """Count the tokens of a request in its slot. tokens [n] int32: those of the admission."""
+        if is_penalized(request.sampling):
+            self._seen.admit(request.slot, tokens, request.num_prompt)
 
     def allocate_counts(self) -> None:
         """Allocate now what the first request with penalties would allocate, so that it can be measured."""
         self._seen.allocate()
 
-    def extend(self, slot: int, tokens: tuple[int, ...]) -> None:
+    def extend(self, request: Admission, tokens: tuple[int, ...]) -> None:
         """Count tokens of the request that were not sampled."""
-        if is_penalized(self._samplings[slot]):
-            self._seen.extend(slot, tokens)
+        if is_penalized(request.sampling):
+            self._seen.extend(request.slot, tokens)
 
     def start(
         self,
         logits: Tensor,
-        slots: list[int],
+        requests: list[Admission],
         positions: np.ndarray,
         masks: RowMasks | None = None,
-        on_device: Tensor | None = None,
+        options: Sequence[Tensor] | None = None,
     ) -> SampledTokens:
         """Sample from logits [S, V], which are unchanged afterwards except by `masks`. positions[i], int64: the index
-        of row i's new token in its request. `on_device`: a device copy of the positions, if there is one."""
-        key = tuple(slots)
-        if self._plan is None or self._plan.slots != key:
+        of row i's new token in its request. options [S] each: the arguments of `SamplingOps.choose`, with a kernel."""
+        if self._plan is None or self._plan.requests != requests:
             # The same requests decode for many steps, so everything that depends only on their options is cached.
-            self._plan = self._make_plan(key)
+            self._plan = self._make_plan(requests)
         plan = self._plan
         raw = logits
         if masks is not None:
             raw = logits.clone() if plan.logprobs else logits
             masks.apply(logits, self.ops)
-        if plan.draw is not None:
-            if on_device is None:
-                on_device = send(positions, self._device)
-            tokens, largest = self._choose(logits, plan.draw, on_device)
+        if self.ops is not None:
+            assert options is not None
+            temperature, *others = options
+            for part in plan.parts:  # of these rows only the largest logit is needed here
+                temperature = temperature.index_fill(0, part.index, 0.0)
+            tokens, largest = self.ops.choose(logits, temperature, *others)
         elif plan.has_plain:
             largest, tokens = _top(logits)
         else:  # several times faster without the index
-            largest, tokens = logits.amax(-1), torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
+            largest, tokens = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         largest = largest.float()
         edited = largest.clone() if plan.parts else largest
         for part in plan.parts:
-            chosen = self._sample_part(part, logits, largest, edited, positions[part.rows], on_device)
+            chosen = self._sample_part(part, logits, largest, edited, positions[part.rows], options)
             tokens.index_copy_(0, part.index, chosen)
         bounds = torch.stack([largest, edited]) if plan.parts else largest.expand(2, -1)
         tokens = _zero_failed(tokens, bounds)
@@ -143,7 +140,7 @@ class Sampler:
         largest: Tensor,
         edited: Tensor,
         positions: np.ndarray,
-        on_device: Tensor | None,
+        options: Sequence[Tensor] | None,
     ) -> Tensor:
         """Return the tokens [R] of the part's rows; store their largest logits after edits in `edited` [S]."""
         weights = self._weights[: len(part.rows)]
@@ -154,32 +151,32 @@ class Sampler:
         else:
             values.copy_(rows)
             part.edits.apply(weights, positions, self._seen, self.ops)
-            if part.draw is not None:
-                assert on_device is not None
-                tokens, top = self._choose(values, part.draw, on_device.index_select(0, part.index))
+            if self.ops is not None and options is not None:
+                tokens, top = self.ops.choose(values, *(option.index_select(0, part.index) for option in options))
                 edited.index_copy_(0, part.index, top)
                 return tokens
-            if part.is_greedy:
+            if part.draw is None:
                 top, tokens = _top(values)
                 edited.index_copy_(0, part.index, top)
                 return tokens
             top = values.amax(-1)
             edited.index_copy_(0, part.index, top)
             rows = values
+        assert part.draw is not None
         torch.sub(rows, top[:, None], out=values)
-        if part.temperature is not None:
-            values.div_(part.temperature)
+        if part.draw.temperature is not None:
+            values.div_(part.draw.temperature)
         values.exp_()
-        filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
-        return draw(weights, send(uniforms(part.seeds, positions)[:, None], self._device))
+        filter_weights(weights, self._scratch[: len(weights)], *part.draw.filters, part.draw.max_top_k)
+        return draw(weights, send(uniforms(part.draw.seeds, positions)[:, None], self._device))
 
-    def _make_plan(self, slots: tuple[int, ...]) -> "_Plan":
-        samplings = [self._samplings[slot] for slot in slots]
+    def _make_plan(self, requests: list[Admission]) -> "_Plan":
+        samplings = [request.sampling for request in requests]
         drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
         edited = [row for row, sampling in enumerate(samplings) if is_edited(sampling)]
         greedy = [row for row in edited if samplings[row].temperature == 0]
         parts = [
-            self._make_part(np.array(rows[first : first + self._part_rows]), slots)
+            self._make_part(rows[first : first + self._part_rows], requests)
             for rows in ((drawn, greedy) if self.ops is None else (edited,))
             for first in range(0, len(rows), self._part_rows)
         ]
@@ -189,50 +186,36 @@ class Sampler:
             for first in range(0, len(rows), self._part_rows):
                 part = rows[first : first + self._part_rows]
                 logprobs.append((num, part, self._tensor(part, torch.int64)))
-        # Rows that are drawn in a part only need their largest logit here.
-        unedited = [Sampling(temperature=0.0) if is_edited(sampling) else sampling for sampling in samplings]
-        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._options(unedited))
+        return _Plan(requests, parts, len(drawn) + len(greedy) < len(requests), logprobs)
 
-    def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
-        part_slots = [slots[row] for row in rows]
-        samplings = [self._samplings[slot] for slot in part_slots]
+    def _make_part(self, rows: list[int], requests: list[Admission]) -> "_Part":
+        own = [requests[row] for row in rows]
+        samplings = [request.sampling for request in own]
+        has_draw = self.ops is None and samplings[0].temperature > 0
+        return _Part(
+            rows=np.array(rows),
+            index=self._tensor(rows, torch.int64),
+            is_range=rows[-1] - rows[0] + 1 == len(rows),
+            edits=Edits(own, self._stride, self._device) if any(map(is_edited, samplings)) else None,
+            draw=self._make_draw(samplings) if has_draw else None,
+        )
 
+    def _make_draw(self, samplings: list[Sampling]) -> "_Draw":
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             """Return the values as [R, 1], or None if every row has the neutral value."""
             return None if all(v == neutral for v in values) else self._tensor(values, dtype)[:, None]
 
         top_ks = [min(s.top_k, self._stride) or self._stride for s in samplings]
-        edited = [(slot, s, self._num_prompt[slot]) for slot, s in zip(part_slots, samplings, strict=True)]
-        return _Part(
-            rows=rows,
-            index=self._tensor(rows.tolist(), torch.int64),
-            is_range=int(rows[-1] - rows[0]) + 1 == len(rows),
-            is_greedy=samplings[0].temperature == 0,
+        return _Draw(
             seeds=np.array([s.seed for s in samplings], dtype=np.uint64),
             temperature=column([s.temperature for s in samplings], 1.0),
-            min_p=column([s.min_p for s in samplings], 0.0),
-            top_k=column(top_ks, self._stride, torch.int64),
-            top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
+            filters=(
+                column([s.min_p for s in samplings], 0.0),
+                column(top_ks, self._stride, torch.int64),
+                column([s.top_p for s in samplings], 1.0, torch.float64),
+            ),
             max_top_k=max((k for k in top_ks if k < self._stride), default=0),
-            edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
-            draw=self._options(samplings),
         )
-
-    def _choose(self, logits: Tensor, options: DrawOptions, positions: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.ops is not None
-        return self.ops.choose(logits, *options, positions)
-
-    def _options(self, samplings: list[Sampling]) -> DrawOptions | None:
-        """Return the options of `SamplingOps.choose` that precede the positions, [R] each; None without a kernel."""
-        if self.ops is None:
-            return None
-        temperature, min_p, top_p = (
-            self._tensor([getattr(s, name) for s in samplings], torch.float32)
-            for name in ("temperature", "min_p", "top_p")
-        )
-        top_k = self._tensor([s.top_k for s in samplings], torch.int32)
-        seeds = send(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64), self._device)
-        return temperature, min_p, top_k, top_p, seeds
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return send_list(values, dtype, self._device)
@@ -245,26 +228,28 @@ class _Part:
     rows: np.ndarray  # [R] rows of the batch, ascending
     index: Tensor  # the same, on the device
     is_range: bool
-    is_greedy: bool
-    seeds: np.ndarray  # [R] uint64
-    temperature: Tensor | None  # this and the next three are [R, 1]
-    min_p: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    max_top_k: int
     edits: Edits | None
-    draw: DrawOptions | None
+    draw: "_Draw | None"  # None: greedy, or drawn by the kernel
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """The options with which R rows are drawn on a CPU."""
+
+    seeds: np.ndarray  # [R] uint64
+    temperature: Tensor | None  # [R, 1]
+    filters: tuple[Tensor | None, Tensor | None, Tensor | None]  # min_p, top_k and top_p, [R, 1] each
+    max_top_k: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that depends only on the options of the requests in these slots."""
+    """Everything that depends only on the options of these requests."""
 
-    slots: tuple[int, ...]
+    requests: list[Admission]
     parts: list[_Part]
     has_plain: bool  # some rows are in no part: their token is the largest logit
     logprobs: list[tuple[int, list[int], Tensor]]  # number of log-probabilities, and the rows
-    draw: DrawOptions | None  # with a kernel, which draws all rows that are in no part
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:

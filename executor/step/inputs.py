@@ -38,8 +38,7 @@ class Samples(NamedTuple):
     """The token targets and sampling options of the S rows that sample."""
 
     targets: Tensor  # [S] int64: indices of the sampled tokens in the flattened token table
-    # The arguments of `SamplingOps.choose`, positions last, if they are on the device anyway.
-    options: tuple[Tensor, ...] | None
+    options: tuple[Tensor, ...] | None  # the arguments of `SamplingOps.choose` after the logits; None on a CPU
 
 
 class PaddedSize(NamedTuple):

@@ -132,7 +132,7 @@ class ModelRunner:
             if self._sampler is not None:
                 for row in step.rows:
                     if row.tokens:
-                        self._sampler.extend(row.slot, row.tokens)
+                        self._sampler.extend(self._admissions[row.slot], row.tokens)
             self._compute(Layout(step.rows, self._adapter_of), launched)
         else:
             self._inputs.flush()
@@ -184,7 +184,7 @@ class ModelRunner:
         self._inputs.admit(slot, tokens, sampling)
         self._pooler.admit(admission)
         if self._sampler is not None:
-            self._sampler.admit(slot, sampling, tokens, admission.num_prompt)
+            self._sampler.admit(admission, tokens)
 
     def _compute(self, layout: Layout, launched: LaunchedStep) -> None:
         asks = self._asks_more[layout.slots].any()
@@ -290,8 +290,8 @@ class ModelRunner:
                 drawn, largest = ops.choose(logits, *ends.options)
                 launched.sampled = SampledTokens(drawn, largest.expand(2, -1), [])
             else:
-                on_device = None if ends.options is None else ends.options[-1]
-                launched.sampled = self._sampler.start(logits, slots.tolist(), positions, masks, on_device)
+                requests = [self._admissions[slot] for slot in slots.tolist()]
+                launched.sampled = self._sampler.start(logits, requests, positions, masks, ends.options)
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens

@@ -11,14 +11,7 @@ from penstock.engine.core.tier_stats import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, 
 from penstock.executor.protocol import GroupInfo, Step
 from penstock.executor.tiers import transfers
 from tests.support.flaky_store import FlakyStore
-from tests.support.simulation import (
-    BLOCK_SIZE,
-    World,
-    assert_reached,
-    random_drafts,
-    some_worlds,
-    submit,
-)
+from tests.support.simulation import BLOCK_SIZE, World, assert_reached, random_drafts, some_worlds, submit
 
 PROMPT = list(range(20))  # five blocks
 

@@ -13,12 +13,7 @@ from penstock.eplb.replanner import overlay
 from tests.support.loads import SHAPES, awkward, drifted, num_repeats, skewed
 
 KINDS = ["zipf", "logn1"]
-PLACES = [
-    (26, 64, 72, 8),
-    (6, 64, 64, 8),
-    (8, 256, 288, 32),
-    (8, 256, 320, 64),
-]
+PLACES = [(26, 64, 72, 8), (6, 64, 64, 8), (8, 256, 288, 32), (8, 256, 320, 64)]
 
 
 def moves(old: Plan, new: Plan) -> int:

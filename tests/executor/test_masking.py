@@ -7,7 +7,7 @@ import torch
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step, TokenLogprobs
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
-from tests.executor.test_sampler import sample
+from tests.executor.test_sampler import admit, sample
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import greedy
@@ -46,9 +46,8 @@ def sampled(
     samplings: list[Sampling], masks: RowMasks | None, logits: torch.Tensor
 ) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
     sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
-    for slot, sampling in enumerate(samplings):
-        sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 3)
-    tokens, logprobs, errors = sample(sampler, logits, [*range(len(samplings))], [3] * len(samplings), masks)
+    requests = [admit(sampler, slot, sampling, [1, 2, 3], 3) for slot, sampling in enumerate(samplings)]
+    tokens, logprobs, errors = sample(sampler, logits, requests, [3] * len(samplings), masks)
     return tokens.tolist(), logprobs, errors
 
 

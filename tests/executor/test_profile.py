@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,6 +28,7 @@ from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.executor.test_inputs import on_device
+from tests.executor.test_sampler import admit
 from tests.support.refusals import hardest
 from tests.support.small_models import folder
 
@@ -181,7 +181,7 @@ def test_counts_for_penalties_are_planned_for_and_allocated_for_the_first_reques
     sampler = executor._rank.runner._sampler
     assert sampler is not None
     for sampling, num_slots in ((Sampling(), 0), (Sampling(frequency_penalty=0.5), 3)):
-        sampler.admit(1, sampling, np.arange(4, dtype=np.int32), 4)
+        admit(sampler, 1, sampling, [0, 1, 2, 3], 4)
         assert sampler._seen.counts.shape == (num_slots, 160)
 
 

@@ -26,6 +26,7 @@ from penstock.executor.staging import send, send_list
 from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.test_sampler import admit
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import CPU, GPU
 from tests.support.races import Race
@@ -35,6 +36,7 @@ from tests.support.small_models import folder, greedy
 from tests.support.twins import sampling as sampling_twin
 
 CASE = "qwen3"
+OPTION_DTYPES = (*[torch.float32] * 2, torch.int32, torch.float32, *[torch.int64] * 2)  # of `SamplingOps.choose`
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -256,17 +258,18 @@ ASKED = [
 def test_whatever_requests_ask_for_goes_over_from_pinned_memory_and_the_host_goes_on(gpu: PretendedGpu) -> None:
     sampler = Sampler(512, len(ASKED), GPU, sampling_twin)
     gpu.copies.clear()  # what was allocated once
-    for slot, sampling in enumerate(ASKED):
-        sampler.admit(slot, sampling, np.arange(7), 4)
-    sampler.extend(3, (1, 2))
+    admitted = [admit(sampler, slot, sampling, [*range(7)], 4) for slot, sampling in enumerate(ASKED)]
+    sampler.extend(admitted[3], (1, 2))
     counts = []
     for step in range(3):
-        slots = list(range(len(ASKED) - (step == 2)))
+        requests = admitted[: len(ASKED) - (step == 2)]
+        options = [torch.ones(len(requests), dtype=dtype, device=GPU) for dtype in OPTION_DTYPES]
         masks = RowMasks([0, 2], np.full((2, 512 // 32), -1, np.int32)) if step else None
-        sampler.start(torch.zeros(len(slots), 512, device=GPU), slots, np.full(len(slots), 8 + step), masks)
+        logits = torch.zeros(len(requests), 512, device=GPU)
+        sampler.start(logits, requests, np.full(len(requests), 8 + step), masks, options)
         counts.append(len(gpu.copies))
     assert all(gpu.copies)
-    assert 0 < counts[1] - counts[0] < counts[0]  # the same requests again: only positions and masks
+    assert counts[1] - counts[0] == 2  # the same requests again: only the masks and their rows
     assert counts[2] - counts[1] > counts[1] - counts[0]
 
 

@@ -16,15 +16,7 @@ import pytest
 import torch
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import (
-    EplbConfig,
-    Executor,
-    ExecutorConfig,
-    ExpertUpdate,
-    Sampling,
-    Step,
-    StepResult,
-)
+from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate, Sampling, Step, StepResult
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.wire import Rendezvous

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import gguf_files
-from tests.support.checkpoints import (
-    REFUSED,
-    copied,
-    edit_config,
-    edit_weights,
-    has_words,
-    refusal,
-    tensor_of,
-)
+from tests.support.checkpoints import REFUSED, copied, edit_config, edit_weights, has_words, refusal, tensor_of
 from tests.support.stored_models import stored
 
 UP = "model.layers.0.mlp.up_proj"

@@ -11,22 +11,44 @@ import torch
 
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import Outbox
-from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
+from penstock.executor.protocol import NOTHING_LEFT, Admission, Row, Sampling, TokenLogprobs
 from penstock.executor.sampling import draw
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.layout import Layout
 from tests.support.refusals import cases
 from tests.support.twins import sampling as sampling_twin
+from tests.support.twins import torch_inputs
 
 VOCAB, SLOTS = 700, 8
 CPU = torch.device("cpu")
+Sampled = tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]
+
+
+def admit(sampler: Sampler, slot: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> Admission:
+    """Tell the sampler of a request: its prompt, and the tokens sampled before a preemption."""
+    ids = np.array(tokens, np.int32)
+    request = Admission(slot=slot, request_id=0, tokens=ids.tobytes(), num_prompt=num_prompt, sampling=sampling)
+    sampler.admit(request, ids)
+    return request
+
+
+def options_on_device(requests: list[Admission], positions: list[int]) -> tuple[torch.Tensor, ...] | None:
+    """The options of the rows' draws as a step gets them from the state of a GPU."""
+    inputs = DeviceInputs(SLOTS, max(positions), 16, len(positions), torch_inputs, CPU)
+    for request in requests:
+        inputs.admit(request.slot, np.zeros(1, np.int32), request.sampling)
+    layout = Layout([Row(request.slot, at - 1, 1, True) for request, at in zip(requests, positions, strict=True)])
+    return inputs.prepare(layout, np.arange(len(requests)))[1].options
 
 
 def sample(
-    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int], masks: RowMasks | None = None
-) -> tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+    sampler: Sampler, logits: torch.Tensor, rows: list[Admission], positions: list[int], masks: RowMasks | None = None
+) -> Sampled:
     """Start and wait; return tokens [S], and log-probabilities and failures by row."""
-    sampled = sampler.start(logits, slots, np.array(positions), masks)
+    options = None if sampler.ops is None else options_on_device(rows, positions)
+    sampled = sampler.start(logits, rows, np.array(positions), masks, options)
     sampled.post(Outbox(logits.device))
     return sampled.tokens, *sampled.wait()[1:]
 
@@ -75,22 +97,25 @@ class Requests:
     def __init__(self, vocab: int = VOCAB, slots: int = SLOTS, ops: SamplingOps | None = None) -> None:
         """With `ops`, the tokens need only be among those kept: where in the distribution they lie is not known."""
         self.sampler, self.has_ops = Sampler(vocab, slots, CPU, ops), ops is not None
-        self.state: dict[int, tuple[Sampling, list[int], list[int]]] = {}
+        self.state: dict[int, tuple[Admission, list[int], list[int]]] = {}
 
     def admit(self, slot: int, sampling: Sampling, prompt: list[int], output: list[int] | None = None) -> None:
-        output = output or []
-        self.state[slot] = sampling, prompt, list(output)
-        self.sampler.admit(slot, sampling, np.array(prompt + output, np.int32), len(prompt))
+        request = admit(self.sampler, slot, sampling, prompt + (output or []), len(prompt))
+        self.state[slot] = request, prompt, [*(output or [])]
+
+    def sample(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
+        return sample(self.sampler, logits, [self.state[slot][0] for slot in slots], positions)
 
     def step(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
         """Sample one token per row, hold it against the reference, and append it to its request."""
         positions = [len(self.state[slot][1]) + len(self.state[slot][2]) for slot in slots]
         before = logits.clone()
-        tokens, _, errors = sample(self.sampler, logits, slots, positions)
+        tokens, _, errors = self.sample(logits, slots, positions)
         assert not errors
         assert torch.equal(logits, before)
         for row, (slot, token) in enumerate(zip(slots, tokens.tolist(), strict=True)):
-            sampling, prompt, output = self.state[slot]
+            request, prompt, output = self.state[slot]
+            sampling = request.sampling
             x = reference_logits(logits[row].double().numpy(), sampling, prompt, output)
             if sampling.temperature == 0:
                 assert x[token] >= x.max() - 1e-4
@@ -152,14 +177,13 @@ def test_a_request_gets_the_same_tokens_alone_and_in_different_batches() -> None
         slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
         logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
         chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
-        tokens = [rng.integers(0, VOCAB, rng.integers(3, 60)).astype(np.int32) for _ in slots]
+        tokens = [rng.integers(0, VOCAB, rng.integers(3, 60)).tolist() for _ in slots]
         positions = [len(history) for history in tokens]
-        for slot, sampling, history in zip(slots, chosen, tokens, strict=True):
-            together.admit(slot, sampling, history, 3)
-        expected = sample(together, logits, slots, positions)[0].tolist()
+        requests = [admit(together, *each, 3) for each in zip(slots, chosen, tokens, strict=True)]
+        expected = sample(together, logits, requests, positions)[0].tolist()
         row = int(rng.integers(len(slots)))
-        alone.admit(0, chosen[row], tokens[row], 3)
-        got, _, _ = sample(alone, logits[row : row + 1].clone(), [0], [positions[row]])
+        single = admit(alone, 0, chosen[row], tokens[row], 3)
+        got, _, _ = sample(alone, logits[row : row + 1].clone(), [single], [positions[row]])
         assert got.tolist() == [expected[row]]
 
 
@@ -264,9 +288,9 @@ def test_a_row_that_is_not_finite_fails_alone(temperature: float, value: float) 
     for slot in range(4):
         requests.admit(slot, Sampling(temperature=temperature, seed=slot, top_p=0.9, logprobs=1), [0])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    expected, _, _ = sample(requests.sampler, logits, [0, 1, 2, 3], [1] * 4)
+    expected, _, _ = requests.sample(logits, [0, 1, 2, 3], [1] * 4)
     logits[2, 345] = value
-    tokens, logprobs, errors = sample(requests.sampler, logits, [0, 1, 2, 3], [1] * 4)
+    tokens, logprobs, errors = requests.sample(logits, [0, 1, 2, 3], [1] * 4)
     assert errors == {2: NOT_FINITE}
     assert tokens.tolist() == [*expected[:2].tolist(), 0, int(expected[3])]
     assert set(logprobs) == {0, 1, 3}
@@ -279,10 +303,10 @@ def test_a_row_with_every_token_banned_fails_alone(temperature: float) -> None:
     requests.admit(0, Sampling(temperature=temperature, banned_ids=everything), [0])
     requests.admit(1, Sampling(temperature=temperature, allowed_ids=(5,)), [0])
     requests.admit(2, Sampling(temperature=temperature, allowed_ids=(5, 6), stop_ids=(5, 6), min_tokens=1), [0])
-    tokens, _, errors = sample(requests.sampler, torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
+    tokens, _, errors = requests.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
     assert errors == {0: NOTHING_LEFT, 2: NOTHING_LEFT}
     assert tokens.tolist() == [0, 5, 0]
-    tokens, _, errors = sample(requests.sampler, torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
+    tokens, _, errors = requests.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
     assert errors == {0: NOTHING_LEFT}
 
 
@@ -291,11 +315,11 @@ def test_bfloat16_logits_are_sampled_as_their_float32_values() -> None:
     logits = (torch.randn(SLOTS, VOCAB, generator=rng) * 3).bfloat16()
     results = []
     for values in (logits, logits.float()):
-        sampler = Sampler(VOCAB, SLOTS, CPU)
+        sampler, requests = Sampler(VOCAB, SLOTS, CPU), []
         for slot in range(SLOTS):
             sampling = Sampling(temperature=slot % 2, top_p=0.9, frequency_penalty=slot % 3, seed=slot, logprobs=3)
-            sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
-        results.append(sample(sampler, values, list(range(SLOTS)), [3] * SLOTS))
+            requests.append(admit(sampler, slot, sampling, [1, 2, 3], 1))
+        results.append(sample(sampler, values, requests, [3] * SLOTS))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
@@ -319,7 +343,7 @@ def test_logprobs_are_those_of_the_raw_distribution_whatever_was_done_to_it() ->
         requests.admit(slot, Sampling(**options, seed=slot, logprobs=num), [slot, 2])
     logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     slots = [5, 0, 3, 4, 1, 2, 7, 6]
-    tokens, logprobs, _ = sample(requests.sampler, logits, slots, [2] * SLOTS)
+    tokens, logprobs, _ = requests.sample(logits, slots, [2] * SLOTS)
     assert set(logprobs) == {row for row, slot in enumerate(slots) if wanted[slot] is not None}
     for row, found in logprobs.items():
         num = wanted[slots[row]]
@@ -351,22 +375,22 @@ def test_more_rows_than_fit_the_working_memory_are_sampled_in_parts(monkeypatch:
     results = []
     for size in (1 << 22, 3 * 4 * 768, 1):
         monkeypatch.setitem(WORK_BYTES, "cpu", size)
-        sampler = Sampler(VOCAB, SLOTS, CPU)
+        sampler, requests = Sampler(VOCAB, SLOTS, CPU), []
         for slot in range(SLOTS):
             sampling = msgspec.structs.replace(random_sampling(np.random.default_rng(slot)), logprobs=slot)
-            sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
-        results.append(sample(sampler, logits, list(range(SLOTS)), [3] * SLOTS))
+            requests.append(admit(sampler, slot, sampling, [1, 2, 3], 1))
+        results.append(sample(sampler, logits, requests, [3] * SLOTS))
     for tokens, logprobs, errors in results[1:]:
         assert torch.equal(tokens, results[0][0]) and logprobs == results[0][1] and errors == results[0][2]
 
 
 def test_plain_greedy_rows_make_no_copy_of_the_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
-    for slot in range(SLOTS):
-        sampler.admit(slot, Sampling(temperature=0.0, stop_ids=(2,), top_p=0.5, top_k=3), np.array([1], np.int32), 1)
+    sampling = Sampling(temperature=0.0, stop_ids=(2,), top_p=0.5, top_k=3)
+    requests = [admit(sampler, slot, sampling, [1], 1) for slot in range(SLOTS)]
     logits = torch.randn(SLOTS, VOCAB)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        sampled = sampler.start(logits, list(range(SLOTS)), np.ones(SLOTS, dtype=np.int64))
+        sampled = sampler.start(logits, requests, np.ones(SLOTS, dtype=np.int64))
     assert torch.equal(sampled.tokens, logits.argmax(-1))
     largest = max((event.self_cpu_memory_usage for event in profile.key_averages()), default=0)
     assert largest < VOCAB * 4

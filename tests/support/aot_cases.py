@@ -177,14 +177,7 @@ def packed(tokens: int, width: int, depth: int, bits: int = 4, group: int = 128,
     OPS.linear(torch.zeros(tokens, depth, dtype=BF16), codes((), width, depth, bits, group, below))
 
 
-def codes(
-    slots: tuple[int, ...],
-    width: int,
-    depth: int,
-    bits: int,
-    group: int,
-    below: torch.dtype | None,
-) -> Weight:
+def codes(slots: tuple[int, ...], width: int, depth: int, bits: int, group: int, below: torch.dtype | None) -> Weight:
     """bits 0: numbers of eight bits."""
     values = torch.empty(*slots, width, depth * (bits or 8) // 8, dtype=torch.uint8 if bits else FP8)
     scales = torch.empty(*slots, depth // group, width, dtype=F16)
