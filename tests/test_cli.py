@@ -52,7 +52,9 @@ def test_the_version_and_the_commands_are_shown(run: Run) -> None:
         assert "commands:" in shown and all(command in shown for command in ("serve", "route", "bench", "prove"))
     assert run().code == 2
     unknown = run("frob")
-    assert unknown.code == 2 and "'serve', 'route', 'bench', 'prove', 'cache', 'models'" in unknown.err
+    assert unknown.err == "penstock: frob: there is no such command; commands are " + ", ".join(cli._COMMANDS) + "\n"
+    assert run("serv").err == "penstock: serv: there is no such command; did you mean serve?\n"
+    assert unknown.code == run("serv").code == 2
 
 
 def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
@@ -71,25 +73,28 @@ def test_every_command_has_help(command: str, run: Run) -> None:
     assert ended.code == 0 and f"usage: penstock {command}" in ended.out
 
 
+def test_the_help_of_serve_shows_common_options_and_all_if_it_is_asked_for_them(run: Run) -> None:
+    common, every = run("serve", "--help").out, run("serve", "--help=all").out
+    shown = [{*re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)} for text in (common, every)]
+    assert len(shown[0]) == len(serve.COMMON_FLAGS) and {*serve.COMMON_FLAGS} == shown[0] < shown[1]
+    assert "--help=all" in common and "--kv-peer" in every and "--kv-peer" not in common
+
+
 @pytest.mark.parametrize(("arguments", "message"), table(__file__, "mistakes"))
 def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, run: Run) -> None:
     code, _, shown = run(*arguments)
     assert code == 2 and message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), table(__file__, "unknown options"))
-def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
+@pytest.mark.parametrize(
+    ("arguments", "message"), [*table(__file__, "unknown options"), *table(__file__, "unreadable values")]
+)
+def test_an_unknown_option_and_an_unreadable_value_are_one_line_of_the_command(
     arguments: list[str], message: str, run: Run
 ) -> None:
     code, _, shown = run(*arguments)
     assert code == 2 and message in shown
     assert shown.startswith(f"penstock {arguments[0]}") and shown.count("\n") == 1
-
-
-@pytest.mark.parametrize(("arguments", "message"), table(__file__, "unreadable values"))
-def test_a_value_that_cannot_be_read_is_named_by_its_command(arguments: list[str], message: str, run: Run) -> None:
-    code, _, shown = run(*arguments)
-    assert code == 2 and message in shown and f"usage: penstock {arguments[0]}" in shown
 
 
 def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:

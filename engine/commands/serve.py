@@ -24,6 +24,18 @@ from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo
 
 USER_ERRORS = (ConfigError, EngineDead, ExecutorError, ModelError, PortError)
+COMMON_FLAGS = (
+    *("--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--log-level"),
+    *("--dtype", "--device", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
+    *("--kv-cache-bytes", "--kv-cache-dtype", "--kv-host-bytes", "--kv-disk-path", "--kv-disk-bytes"),
+    *("--gpu-memory-utilization", "--tensor-parallel-size", "--enable-lora"),
+)
+EXAMPLES = """\
+  penstock serve                                              the default model, on this machine alone
+  penstock serve Qwen/Qwen3-0.6B --max-model-len 8192         a model of the hub
+  penstock serve ./model.gguf --host 0.0.0.0 --api-key KEY    open to other machines
+  penstock serve MODEL --kv-host-bytes 16g --kv-disk-path DIR --kv-disk-bytes 200g
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.engine.vllm_options import unknown_option
+from penstock.engine.commands.parser import Parser
+from penstock.engine.vllm_options import nearest, unknown_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
+    parser = Parser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", dest="asked_command", metavar="COMMAND")
     chosen: ModuleType | None = None
@@ -44,6 +45,11 @@ def _run(arguments: list[str]) -> int:
         if name in arguments[:1]:
             chosen = _COMMANDS[name].load()
             chosen.add_arguments(parsed)
+            if hasattr(chosen, "COMMON_FLAGS"):
+                parsed.show_common(chosen.COMMON_FLAGS, chosen.EXAMPLES)
+    if arguments and not arguments[0].startswith("-") and chosen is None:
+        suggestion = nearest(arguments[0], _COMMANDS) or f"; commands are {', '.join(_COMMANDS)}"
+        parser.error(f"{arguments[0]}: there is no such command{suggestion}")
     args, unknown = parser.parse_known_args(arguments)
     if chosen is None:
         parser.print_help(sys.stderr)
@@ -66,8 +72,7 @@ def _refuse(command: argparse.ArgumentParser, words: list[str], unknown: list[st
             command = next((action.choices[word] for word in words if word in action.choices), command)
     known = [flag for action in command._actions for flag in action.option_strings]
     flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-    # One line, without the usage, which fills a screen for `serve`.
-    command.exit(2, f"{command.prog}: {flag}: {unknown_option(flag, known)}\n")
+    command.error(f"{flag}: {unknown_option(flag, known)}")
 
 
 class Command(NamedTuple):
