@@ -114,7 +114,7 @@ class EngineOptions:
         "size limit of that directory; required with --kv-disk-path", "SIZE", read=size_bytes
     )
     kv_peers: tuple[str, ...] | None = flag(
-        "also read KV blocks from the engine that listens there; repeat for more than one", "HOST:PORT"
+        "also load KV blocks from the engine that listens there; repeat for more than one", "HOST:PORT"
     )
     kv_peer_listen: str | None = flag(
         "serve KV blocks to other engines at this address; rank r uses PORT + r", "HOST:PORT"

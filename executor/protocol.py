@@ -104,16 +104,16 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
     steps, and the rows of later steps see theirs. No row of the same step writes any of their blocks, and a step never
     both reads and writes a host block. They are complete when the step's result is returned, and they cannot fail.
 
-    Reads and writes only start with their step. Each ends in exactly one completion with its ticket, in the result of
+    Loads and stores only start with their step. Each ends in exactly one completion with its ticket, in the result of
     this step or of a later one; until then the store owns the host block.
     """
 
     saves: list[tuple[int, int]] = []  # device block → host block
     restores: list[tuple[int, int]] = []  # host block → device block
-    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host block
-    writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host block → disk
+    loads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host block
+    stores: list[tuple[int, bytes, int]] = []  # ticket, block key, host block → disk
     touches: list[bytes] = []  # keys on the disk whose blocks were used, perhaps in a nearer tier; chain ends first
-    saved_keys: list[bytes] = []  # block keys of the saves, if peers may read them
+    saved_keys: list[bytes] = []  # block keys of the saves, if peers may load them
     forget: bool = False  # blocks computed earlier must no longer be served to peers
 
 
@@ -154,12 +154,12 @@ class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     every rank has completed it, and ok if it is ok on all ranks; a key is in a store while all ranks have it.
     """
 
-    completions: list[tuple[int, bool]] = []  # ticket, ok; a failed read leaves its host block undefined
-    readable: dict[str, list[bytes]] = {}  # store → keys that can be read from it from now on
+    completions: list[tuple[int, bool]] = []  # ticket, ok; a failed load leaves its host block undefined
+    gained: dict[str, list[bytes]] = {}  # store → keys that can be loaded from it from now on
     lost: dict[str, list[bytes]] = {}  # store → keys that it has evicted or lost
     num_copied: int = 0  # blocks saved and restored
     copy_s: float = 0.0  # time that these copies took
-    stores: dict[str, dict[str, float]] = {}  # store → its gauges and counters when they were last read
+    store_stats: dict[str, dict[str, float]] = {}  # store → its gauges and counters at its last report
 
 
 class ExpertUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -286,7 +286,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_host_bytes: int = 0  # sum over all ranks, like kv_disk_bytes
     kv_disk_path: str = ""
     kv_disk_bytes: int = 0
-    kv_peers: tuple[str, ...] = ()  # HOST:PORT of rank 0 of the engines to read blocks from; rank r is at PORT + r
+    kv_peers: tuple[str, ...] = ()  # HOST:PORT of rank 0 of the engines to load blocks from; rank r is at PORT + r
     kv_peer_listen: str = ""  # HOST:PORT where our rank 0 serves blocks to other engines
     kv_peer_secret_file: str = ""  # if empty, the secret is in the environment (cache/tiers/peer/address.py)
     gpu_memory_utilization: float = 0.9

@@ -20,7 +20,7 @@ class RouteError(ValueError):
 
 class Backend(msgspec.Struct, frozen=True, omit_defaults=True):
     """`events`, `replay`: the ZMQ endpoints where vLLM or SGLang publishes its cache events, and repeats them.
-    `prefill`: the replica only computes prompts; decode replicas read its blocks at this address, its --kv-peer-listen,
+    `prefill`: the replica only computes prompts; decode replicas load its blocks at this address, its --kv-peer-listen,
     written as in their --kv-peer."""
 
     url: str

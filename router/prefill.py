@@ -1,6 +1,6 @@
 """The prompt's leg of a split request: a prefill replica computes the prompt while the decode replica takes its blocks.
 
-Both are asked at once. The decode replica waits for the blocks and reads each as it comes, so that moving a long prompt
+Both are asked at once. The decode replica waits for the blocks and loads each as it comes, so that moving a long prompt
 takes place while the rest of it is computed. This leg never lives longer than the answer's leg: it ends by itself, or the
 exchange ends it when the answer's first byte comes, its leg fails, or the client leaves.
 

@@ -69,7 +69,7 @@ def heard(llm: LLM) -> int:
     assert isinstance(tiers, Tiers)
     tiers.wake()
     core.step()
-    return sum(len(keys) for keys in tiers.index.stores.values())
+    return sum(len(keys) for keys in tiers.index.stored_keys.values())
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ flight. The ranks own the bytes (executor/tiers/transfers.py): each rank has its
 instance of each store. A block is available only if every rank has its shard.
 
     device blocks ⇄ host blocks ⇄ disk, peer
-      (save, restore)      (read, write)
+      (save, restore)      (store, load)
 
-All data passes through host blocks: a store reads into a host block and writes from one, and a read succeeds only if
-the store has verified the bytes.
+All data passes through host blocks: a load fills one, a store copies one, and a load succeeds only if the bytes have
+been verified. A *store* is also the object that holds the blocks of one tier.
 """
 
 from collections.abc import Iterable
@@ -53,17 +53,17 @@ class Store(Protocol):
     def contains(self, key: bytes) -> bool: ...
 
     def put(self, key: bytes, buffer: Any) -> bool:
-        """Queue a write. True borrows the buffer until the result is polled; after False no result comes."""
+        """Queue a store. True borrows the buffer until the result is polled; after False no result comes."""
         ...
 
     def start_load(self, key: bytes, out: Any) -> int | None:
-        """Queue a read into `out`, borrowed until its result, and return its ticket; None if the key is not stored."""
+        """Queue a load into `out`, borrowed until its result, and return its ticket; None if the key is not stored."""
         ...
 
     def poll(self) -> Iterable[StoreResult]: ...
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys that became readable since the last call, including those of earlier runs, and the lost keys."""
+        """Return the keys gained since the last call, including those of earlier runs, and the lost keys."""
         ...
 
     def touch(self, keys: list[bytes]) -> None:
@@ -79,10 +79,10 @@ class Store(Protocol):
         ...
 
 
-def chunk_view(name: str, buffer: Any, chunk_bytes: int, *, to_write: bool = False) -> memoryview:
+def chunk_view(name: str, buffer: Any, chunk_bytes: int, *, to_fill: bool = False) -> memoryview:
     """Return a caller's buffer as a memoryview of bytes; raise ValueError if it cannot hold a chunk."""
     chunk = memoryview(buffer)
-    if to_write and chunk.readonly:
+    if to_fill and chunk.readonly:
         raise ValueError(f"{name}: a writable buffer is expected")
     if chunk.nbytes != chunk_bytes or not chunk.c_contiguous:
         raise ValueError(f"{name}: {chunk.nbytes} bytes given; a chunk has {chunk_bytes} contiguous bytes")

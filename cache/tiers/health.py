@@ -22,19 +22,19 @@ class HealthLimits(NamedTuple):
 
 
 class FailureLog:
-    """Logs the failed reads of one tier: a line for the 1st, the 10th, the 100th … and at most one a minute besides."""
+    """Logs the failed loads of one tier: a line for the 1st, the 10th, the 100th … and at most one a minute besides."""
 
     def __init__(self, tier: str) -> None:
         self._tier, self._num, self._next_num, self._due_s = tier, 0, 1, 0.0
 
     def add(self, now_s: float, reason: str) -> None:
-        """Record a failed read."""
+        """Record a failed load."""
         self._num += 1
         if self._num < self._next_num and now_s < self._due_s:
             return
         self._next_num *= 10 if self._num >= self._next_num else 1
         self._due_s = now_s + REPORT_S
-        log.warning("%s: failed to read a block: %s (failed reads so far: %d)", self._tier, reason, self._num)
+        log.warning("%s: failed to load a block: %s (failed loads so far: %d)", self._tier, reason, self._num)
 
 
 class TierHealth:

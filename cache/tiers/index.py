@@ -4,8 +4,8 @@ It handles keys and block numbers, not requests, bytes or time. One thread calls
 Host blocks are managed by the same pool class as device blocks: a held block is pinned, a free block with a key is
 cached and can be evicted.
 
-The life of a host block:  free → held by a save or read (without a key, so it cannot be matched) → free with its key
-                           → held again while a restore or write reads it, or while a request waits for it
+The life of a host block:  free → held by a save or load (without a key, so it cannot be matched) → free with its key
+                           → held again while a restore or store copies it, or while a request waits for it
 """
 
 from collections import Counter, OrderedDict
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK
 
-WRITE_SHARE = 4  # writes to a slow disk may pin at most 1 / WRITE_SHARE of the host blocks
+STORE_SHARE = 4  # stores on a slow disk may pin at most 1 / STORE_SHARE of the host blocks
 
 
 class StoreCopy(NamedTuple):
-    """A transfer between a store and a host block."""
+    """A load or store in flight."""
 
     store: str
     key: bytes
@@ -31,23 +31,23 @@ class TierIndex:
 
     def __init__(self, num_blocks: int, stores: Sequence[str]) -> None:
         self.host = BlockPool(num_blocks + 1)
-        self.stores: dict[str, set[bytes]] = {name: set() for name in stores}
-        self.reads: dict[int, StoreCopy] = {}  # by ticket
-        self.writes: dict[int, StoreCopy] = {}
+        self.stored_keys: dict[str, set[bytes]] = {name: set() for name in stores}
+        self.loading: dict[int, StoreCopy] = {}  # in flight, by ticket
+        self.storing: dict[int, StoreCopy] = {}
         self.counts: Counter[str] = Counter()  # events since the start, by name
-        self._tickets: dict[bytes, int] = {}  # key → the ticket of the read that loads it
+        self._tickets: dict[bytes, int] = {}  # key → the ticket of its load
         self._saving: dict[int, bytes] = {}  # host block → its key, until the step that fills it has finished
         self._saving_keys: set[bytes] = set()
-        self._new_reads: list[int] = []  # tickets to send with the next step
+        self._new_loads: list[int] = []  # tickets to send with the next step
         self.offers: OrderedDict[bytes, None] = OrderedDict()  # full device blocks missing in the host, oldest first
-        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that are not yet on disk
-        self._written_keys: set[bytes] = set()  # keys of `writes`
+        self._unstored: OrderedDict[bytes, None] = OrderedDict()  # keys in the host that are not yet on disk
+        self._storing_keys: set[bytes] = set()  # keys of `storing`
         self._num_tickets = 0
 
     # -- lookups -------------------------------------------------------------------------------------------
 
     def store_of(self, key: bytes) -> str | None:
-        for name, keys in self.stores.items():
+        for name, keys in self.stored_keys.items():
             if key in keys:
                 return name
         return None
@@ -60,7 +60,7 @@ class TierIndex:
     def offer(self, key: bytes) -> None:
         """Queue a full device block for saving. A later step saves it if it has not been evicted by then."""
         if self.host.find(key):
-            self._want_written(key)
+            self._want_stored(key)
         elif key not in self._saving_keys:
             self.offers[key] = None
 
@@ -104,30 +104,30 @@ class TierIndex:
         self.host.release(held)
         device.release([block for block, _ in saves])
 
-    def take_writes(self) -> list[tuple[int, bytes, int]]:
-        """Return the next disk writes as (ticket, key, host block); each host block is held until its completion."""
-        writes = []
-        for _ in range(min(len(self._unwritten), max(self.host.num_usable // WRITE_SHARE, 1) - len(self.writes))):
-            key, _ = self._unwritten.popitem(last=False)
+    def take_stores(self) -> list[tuple[int, bytes, int]]:
+        """Return the next stores on disk as (ticket, key, host block); each host block is held until its completion."""
+        started = []
+        for _ in range(min(len(self._unstored), max(self.host.num_usable // STORE_SHARE, 1) - len(self.storing))):
+            key, _ = self._unstored.popitem(last=False)
             host_block = self.host.find(key)
             if host_block == 0:
-                self.counts["drops_unwritten"] += 1
+                self.counts["drops_unstored"] += 1
                 continue
             self.host.hold((host_block,))
             ticket = self._new_ticket()
-            self.writes[ticket] = StoreCopy(DISK, key, host_block)
-            self._written_keys.add(key)
-            writes.append((ticket, key, host_block))
-        return writes
+            self.storing[ticket] = StoreCopy(DISK, key, host_block)
+            self._storing_keys.add(key)
+            started.append((ticket, key, host_block))
+        return started
 
-    def _want_written(self, key: bytes) -> None:
-        if DISK in self.stores and key not in self.stores[DISK] and key not in self._written_keys:
-            self._unwritten[key] = None
+    def _want_stored(self, key: bytes) -> None:
+        if DISK in self.stored_keys and key not in self.stored_keys[DISK] and key not in self._storing_keys:
+            self._unstored[key] = None
 
     # -- disk, peer → host ---------------------------------------------------------------------------------
 
     def start_load(self, key: bytes) -> int | None:
-        """Start reading this key, or find the read in flight; return its ticket, None without a store or free block."""
+        """Start loading this key, or find the load in flight; return its ticket, None without a store or free block."""
         ticket = self._tickets.get(key)
         if ticket is not None:
             return ticket
@@ -135,43 +135,43 @@ class TierIndex:
         if store is None or (host_block := self._take_block()) == 0:
             return None
         ticket = self._tickets[key] = self._new_ticket()
-        self.reads[ticket] = StoreCopy(store, key, host_block)
-        self._new_reads.append(ticket)
+        self.loading[ticket] = StoreCopy(store, key, host_block)
+        self._new_loads.append(ticket)
         return ticket
 
-    def take_reads(self) -> list[tuple[int, str, bytes, int]]:
-        """Return the reads started since the last call as (ticket, store, key, host block), to send with the next step."""
-        tickets, self._new_reads = self._new_reads, []
-        return [(ticket, *self.reads[ticket]) for ticket in tickets]
+    def take_loads(self) -> list[tuple[int, str, bytes, int]]:
+        """Return the loads started since the last call as (ticket, store, key, host block), to send with the next step."""
+        tickets, self._new_loads = self._new_loads, []
+        return [(ticket, *self.loading[ticket]) for ticket in tickets]
 
     def complete(self, ticket: int, ok: bool) -> int:
-        """Finish a read or write; return the host block, matchable from now on, of a successful read, else 0."""
-        write = self.writes.pop(ticket, None)
-        if write is not None:
-            self._written_keys.remove(write.key)
-            self.host.release((write.host_block,))
-            self.counts["writes" if ok else "drops_disk"] += 1
+        """Finish a load or store; return the host block, matchable from now on, of a successful load, else 0."""
+        store = self.storing.pop(ticket, None)
+        if store is not None:
+            self._storing_keys.remove(store.key)
+            self.host.release((store.host_block,))
+            self.counts["stores" if ok else "drops_disk"] += 1
             if ok:
-                self.stores[DISK].add(write.key)
+                self.stored_keys[DISK].add(store.key)
             return 0
-        read = self.reads.pop(ticket)
-        del self._tickets[read.key]
-        self.counts[f"{'reads' if ok else 'failed_reads'}_{read.store}"] += 1
+        load = self.loading.pop(ticket)
+        del self._tickets[load.key]
+        self.counts[f"{'loads' if ok else 'failed_loads'}_{load.store}"] += 1
         if not ok:
-            if read.store == DISK:  # peers report the loss themselves, and announce the key again
-                self.stores[DISK].discard(read.key)
-            self.host.release((read.host_block,))
+            if load.store == DISK:  # peers report the loss themselves, and announce the key again
+                self.stored_keys[DISK].discard(load.key)
+            self.host.release((load.host_block,))
             return 0
-        host_block = self._publish(read.host_block, read.key)
+        host_block = self._publish(load.host_block, load.key)
         self.host.release((host_block,))
         return host_block
 
     def note(self, gained: dict[str, list[bytes]], lost: dict[str, list[bytes]]) -> None:
         """Apply the key changes that the stores report. A key in both was gained and then lost."""
         for store, keys in gained.items():
-            self.stores[store].update(keys)
+            self.stored_keys[store].update(keys)
         for store, keys in lost.items():
-            self.stores[store].difference_update(keys)
+            self.stored_keys[store].difference_update(keys)
 
     # -- host blocks ---------------------------------------------------------------------------------------
 
@@ -186,15 +186,15 @@ class TierIndex:
         if not self.host.forget():
             return False
         self.offers.clear()
-        self._unwritten.clear()
-        for keys in self.stores.values():
+        self._unstored.clear()
+        for keys in self.stored_keys.values():
             keys.clear()
         return True
 
     @property
     def is_idle(self) -> bool:
         """Return whether no transfer is in flight or queued."""
-        return not (self.offers or self._unwritten or self._saving or self.reads or self.writes)
+        return not (self.offers or self._unstored or self._saving or self.loading or self.storing)
 
     def _take_block(self) -> int:
         """Allocate a host block; return 0 if all are pinned."""
@@ -210,7 +210,7 @@ class TierIndex:
         known = self.host.register(host_block, key)
         if known != host_block:
             self.host.release((host_block,))
-        self._want_written(key)
+        self._want_stored(key)
         return known
 
     def _new_ticket(self) -> int:
@@ -222,10 +222,10 @@ class TierIndex:
         self.host.check()
         expected = Counter(pins)
         expected.update(self._saving.keys())
-        expected.update(copy.host_block for copy in (*self.reads.values(), *self.writes.values()))
+        expected.update(copy.host_block for copy in (*self.loading.values(), *self.storing.values()))
         self.host.check_refs(expected)
         assert set(self._saving.values()) == self._saving_keys
-        assert {write.key for write in self.writes.values()} == self._written_keys
-        assert all(self.reads[ticket].key == key for key, ticket in self._tickets.items())
-        for read in self.reads.values():
-            assert self.host.refs(read.host_block) == 1, "a host block being read into has another reference"
+        assert {store.key for store in self.storing.values()} == self._storing_keys
+        assert all(self.loading[ticket].key == key for key, ticket in self._tickets.items())
+        for load in self.loading.values():
+            assert self.host.refs(load.host_block) == 1, "a host block being loaded has another reference"

@@ -40,8 +40,8 @@ class CacheHistory:
         if block == 0:
             self._namespaces.add(tokens, (request.message.cache_salt, request.message.adapter))
 
-    def explain(self, request: Request, prefix: Prefix, cached: dict[str, int], unread: MissReason | None) -> Reuse:
-        """Return what a request took from the cache, `cached` tokens by tier, and why it took no more. `unread`: why the
+    def explain(self, request: Request, prefix: Prefix, cached: dict[str, int], not_loaded: MissReason | None) -> Reuse:
+        """Return what a request took from the cache, `cached` tokens by tier, and why it took no more. `not_loaded`: why the
         first missing block was not taken from a tier that has it; None if no tier has it."""
         num = prefix.num_blocks
         if request.kv.skips_cache:
@@ -50,8 +50,8 @@ class CacheHistory:
             return Reuse(cached, "partial_block")
         if prefix.num_seen > num:  # only a checkpoint, or blocks of a window, are missing
             return Reuse(cached, "no_checkpoint" if self._has_states else "evicted")
-        if unread is not None:
-            return Reuse(cached, unread)
+        if not_loaded is not None:
+            return Reuse(cached, not_loaded)
         tokens, followers = self._tokens(request, num), self._followers.get(self._parent(request, num), ())
         if (eviction := self._evicted.get(request.kv.keys[num])) is not None:
             tier, at_s = eviction

@@ -135,8 +135,8 @@ class Kv:
             self._stats.prefix_hits += found
         cached = {"device": found - sum(from_tiers.values()), **from_tiers}
         cached[max(cached, key=cached.__getitem__)] -= found - request.num_scheduled  # the last token is computed again
-        unread = self.tiers.why_unread(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None
-        kv.reuse = self._history.explain(request, prefix, cached, unread)
+        not_loaded = self.tiers.why_not_loaded(kv.keys[prefix.num_blocks]) if prefix.num_blocks < prefix.most else None
+        kv.reuse = self._history.explain(request, prefix, cached, not_loaded)
 
     def _take_for_copies(self, pages: list[int]) -> list[tuple[int, int]]:
         """Replace host pages, which are negative, by new device pages; return the (host page, page) pairs."""

@@ -258,7 +258,7 @@ class Claim(enum.Enum):
 
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()  # it stays in the queue
-    LOADING = enum.auto()  # it leaves the queue until blocks of its prefix have been read from a store
+    LOADING = enum.auto()  # it leaves the queue until blocks of its prefix have been loaded from a store
 
 
 def cheapest_to_preempt(running: Collection[Request]) -> Request:

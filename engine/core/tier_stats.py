@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from penstock.cache.tiers.base import PEER, SERVED, tier_of
 from penstock.cache.tiers.index import TierIndex
 
-MIN_PATIENCE_S = 0.01  # minimum time before a read counts as late …
+MIN_PATIENCE_S = 0.01  # minimum time before a load counts as late …
 UNKNOWN_PATIENCE_S = 2.0  # … the time before anything has been measured …
 PATIENCE = 3.0  # … otherwise a multiple of the expected time, at most the time to recompute
 
@@ -35,7 +35,7 @@ class Rate:
 class Rates:
     def __init__(self, block_bytes: int, block_size: int, stores: Iterable[str]) -> None:
         full_weight = max(32 * 2**20 // max(block_bytes, 1), 1)
-        self.reads = {store: Rate(full_weight) for store in stores}  # blocks, as the stores report them
+        self.loads = {store: Rate(full_weight) for store in stores}  # blocks, as the stores report them
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
         self.step_s = 0.0  # duration of a decoding step
@@ -53,26 +53,26 @@ class Rates:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
 
     def is_load_faster(self, queued: Mapping[str, int], num_gained: int, num_host: int) -> bool:
-        """Tell whether reading the blocks `queued` at each store is faster than computing the `num_gained` blocks that
+        """Tell whether loading the blocks `queued` at each store is faster than computing the `num_gained` blocks that
         become usable."""
         if self._is_new(queued):
             return True
-        load_s = self._read_s(queued) + self.copies.seconds(sum(queued.values()) + num_host)
+        load_s = self._load_s(queued) + self.copies.seconds(sum(queued.values()) + num_host)
         return load_s + self.step_s < self._compute_s(num_gained)
 
     def patience_s(self, queued: Mapping[str, int], num_gained: int) -> float:
-        """Return the time limit for reads that have just been queued."""
+        """Return the time limit for loads that have just been queued."""
         if self._is_new(queued):
             return UNKNOWN_PATIENCE_S
-        longest = min(PATIENCE * self._read_s(queued) + 2 * self.step_s, self._compute_s(num_gained))
+        longest = min(PATIENCE * self._load_s(queued) + 2 * self.step_s, self._compute_s(num_gained))
         return max(longest, MIN_PATIENCE_S)
 
     def _is_new(self, stores: Iterable[str]) -> bool:
-        return self.prefill.per_s is None or any(self.reads[store].per_s is None for store in stores)
+        return self.prefill.per_s is None or any(self.loads[store].per_s is None for store in stores)
 
-    def _read_s(self, queued: Mapping[str, int]) -> float:
+    def _load_s(self, queued: Mapping[str, int]) -> float:
         """Return the time of the slowest store, since stores work in parallel."""
-        return max((self.reads[store].seconds(count) for store, count in queued.items()), default=0.0)
+        return max((self.loads[store].seconds(count) for store, count in queued.items()), default=0.0)
 
     def _compute_s(self, num_blocks: int) -> float:
         return self.prefill.seconds(num_blocks * self._block_size)
@@ -102,25 +102,25 @@ def tier_stats(
             "bytes_per_s": (rates.copies.per_s or 0.0) * block_bytes,
         }
     }
-    for name, keys in index.stores.items():
+    for name, keys in index.stored_keys.items():
         of_store = {
             "hit_tokens": counts[f"hits_{name}"],
             "used_blocks": len(keys),
-            "loaded_blocks": index.counts[f"reads_{name}"],
-            "failed_loads": index.counts[f"failed_reads_{name}"],
-            "loading_blocks": sum(read.store == name for read in index.reads.values()),
+            "loaded_blocks": index.counts[f"loads_{name}"],
+            "failed_loads": index.counts[f"failed_loads_{name}"],
+            "loading_blocks": sum(load.store == name for load in index.loading.values()),
             **stores.get(name, {}),
-            "bytes_per_s": (rates.reads[name].per_s or 0.0) * block_bytes,
+            "bytes_per_s": (rates.loads[name].per_s or 0.0) * block_bytes,
         }
         tier = tiers.setdefault(tier_of(name), {})
         for figure, value in of_store.items():
             tier[figure] = tier.get(figure, 0) + value
     if "disk" in tiers:
         tiers["disk"] |= {
-            "stored_blocks": index.counts["writes"],
-            "storing_blocks": len(index.writes),
+            "stored_blocks": index.counts["stores"],
+            "storing_blocks": len(index.storing),
             "dropped_by_disk": index.counts["drops_disk"],
-            "dropped_unwritten": index.counts["drops_unwritten"],
+            "dropped_unwritten": index.counts["drops_unstored"],
         }
     if SERVED in stores:
         served = {f"{SERVED}_{name}": value for name, value in stores[SERVED].items()}

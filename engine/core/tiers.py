@@ -2,14 +2,14 @@
 
 `Kv` (engine/core/kv.py) holds the pages on the device and calls `Tiers` when it admits, releases or registers blocks.
 
-The index (cache/tiers/index.py) knows the location of every key. PrefixReads (prefix_reads.py) reads what a store has of
+The index (cache/tiers/index.py) knows the location of every key. PrefixLoads (prefix_loads.py) loads what a store has of
 a queued request's prefix into host memory. When the request is admitted, its host blocks are restored to the device, a
 bounded number of bytes per step, and its first row is planned when the last of them has been sent. Every full device
 block is offered to the host, and from there to the disk, so eviction and preemption leave a copy.
 
              ┌──────────── nothing to wait for ────────────┐
              │                                             ▼
-    queued ──┴─look up─▶ loading ──read, failed or late──▶ looked up ──admitted──▶ restoring ──all sent──▶ computing
+    queued ──┴─look up─▶ loading ──done, failed or late──▶ looked up ──admitted──▶ restoring ──all sent──▶ computing
       ▲                                                      └───────────── nothing to copy ───────────────▲ │
       └──────────────────────────────── released: preempted, ended or the weights changed ───────────────────┘
 """
@@ -24,13 +24,13 @@ from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.page_keys import PageKeys
-from penstock.engine.core.prefix_reads import LookUp, PrefixReads
+from penstock.engine.core.prefix_loads import LookUp, PrefixLoads
 from penstock.engine.core.request import Claim, Request, WaitingQueue
 from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import MissReason
 from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers
 
-LOOK_AHEAD = 8  # requests at the head of the queue whose blocks are read from stores
+LOOK_AHEAD = 8  # requests at the head of the queue whose blocks are loaded from stores
 RESTORE_BYTES = 64 * 2**20  # maximum per step, but at least one block
 MANY_TOUCHES = 256  # with this many, transfers are sent for them alone
 
@@ -73,7 +73,7 @@ class NoTiers:
     def release(self, _request: Request) -> None:
         pass
 
-    def why_unread(self, _key: bytes) -> MissReason | None:
+    def why_not_loaded(self, _key: bytes) -> MissReason | None:
         return None
 
     def forget(self) -> bool:
@@ -107,7 +107,7 @@ class Tiers:
         self._block_bytes = info.block_bytes
         self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # the maximum that a step can fill
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
-        self._reads = PrefixReads(pool, keys, self.index, self.rates)
+        self._loads = PrefixLoads(pool, keys, self.index, self.rates)
         # (host block, device block) pairs that a step will send, by admitted requests in their order; empty after the last
         self._restoring: dict[Request, deque[tuple[int, int]]] = {}
         self._saves: list[tuple[int, int]] = []  # of the step being planned
@@ -127,12 +127,12 @@ class Tiers:
 
     @property
     def loading(self) -> Mapping[Request, LookUp]:
-        """Return the look-ups of requests that wait outside of the queue for reads."""
-        return self._reads.loading
+        """Return the look-ups of requests that wait outside of the queue for loads."""
+        return self._loads.loading
 
     def prepare(self, request: Request) -> Claim:
         """Look up the prefix of a queued request; ADMITTED means that `Kv` can admit it now."""
-        return self._reads.prepare(request)
+        return self._loads.prepare(request)
 
     def page_of(self, key: bytes) -> int:
         """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
@@ -141,7 +141,7 @@ class Tiers:
     def restore(self, request: Request, copies: list[list[tuple[int, int]]]) -> dict[str, int]:
         """Start copying blocks of an admitted request to the device: (host block, device block) pairs by group. Return
         the number of tokens that come from each tier."""
-        look_up, tokens = self._reads.take(request), Counter[str]()
+        look_up, tokens = self._loads.take(request), Counter[str]()
         for host_block, _ in copies[0]:  # the other groups' pages are of the same tokens
             tokens[look_up.pins.get(host_block, "host")] += self._size
         if request.first_scheduled_s is None:
@@ -151,14 +151,14 @@ class Tiers:
             self.index.host.hold(host_block for host_block, _ in pairs)
             self._restoring[request] = pairs
             request.kv.is_restoring = True
-        self._reads.unpin(look_up)
+        self._loads.unpin(look_up)
         return tokens
 
     def _end_restore(self, request: Request) -> None:
         del self._restoring[request]
         request.kv.is_restoring = False
 
-    def why_unread(self, key: bytes) -> MissReason | None:
+    def why_not_loaded(self, key: bytes) -> MissReason | None:
         """Return why a block was not taken from the tier that has it; None if no tier has it."""
         if self.index.ticket_of(key) is not None:
             return "tier_timeout"
@@ -169,8 +169,8 @@ class Tiers:
         self.index.offer(key)
 
     def release(self, request: Request) -> None:
-        """End the reads and copies of a request that leaves the device or the queue, before its pages are released."""
-        self._reads.release(request)
+        """End the loads and copies of a request that leaves the device or the queue, before its pages are released."""
+        self._loads.release(request)
         if request in self._restoring:
             self.index.host.release([host_block for host_block, _ in self._restoring[request]])
             self._end_restore(request)
@@ -179,24 +179,24 @@ class Tiers:
     def _touch(self, keys: list[bytes]) -> None:
         """Mark the keys as used in all tiers: a tier's content must not age because a nearer tier always has it."""
         self.index.touch(keys)
-        if DISK in self.index.stores:
-            self._touched += filter(self.index.stores[DISK].__contains__, reversed(keys))
+        if DISK in self.index.stored_keys:
+            self._touched += filter(self.index.stored_keys[DISK].__contains__, reversed(keys))
 
     # -- steps ---------------------------------------------------------------------------------------------
 
     def begin(self, waiting: WaitingQueue, num_running: int) -> None:
-        """Choose pages of earlier steps to save, before anything of the next step is planned. Requests whose reads have
-        ended return to the queue, and the next ones leave it if reading is worthwhile."""
+        """Choose pages of earlier steps to save, before anything of the next step is planned. Requests whose loads have
+        ended return to the queue, and the next ones leave it if loading is worthwhile."""
         for request in [request for request, pairs in self._restoring.items() if not pairs]:
             self._end_restore(request)
-        self._reads.now_s = self._clock()
+        self._loads.now_s = self._clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
-        for request in self._reads.resume():
+        for request in self._loads.resume():
             waiting.add(request)
-        if waiting and self.index.stores and not self.is_stale:
+        if waiting and self.index.stored_keys and not self.is_stale:
             for request in waiting.front(LOOK_AHEAD):
-                claim = self._reads.prepare(request)
+                claim = self._loads.prepare(request)
                 if claim is Claim.NO_ROOM:
                     break
                 if claim is Claim.LOADING:
@@ -209,17 +209,17 @@ class Tiers:
             while pairs and len(restores) < self._restores_per_step:
                 restores.append(pairs.popleft())
         self.counts["restores"] += len(restores)
-        reads, writes = self.index.take_reads(), self.index.take_writes()
+        loads, stores = self.index.take_loads(), self.index.take_stores()
         must_forget, self._must_forget = self._must_forget, False
-        moves = self._saves or restores or reads or writes or must_forget
+        moves = self._saves or restores or loads or stores or must_forget
         if not moves and len(self._touched) < MANY_TOUCHES:
             return None
         touches, self._touched = self._touched, []
         keys = self.index.saving_keys(self._saves) if self._serves_peers else []
-        return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget)
+        return Transfers(self._saves, restores, loads, stores, touches, keys, must_forget)
 
     def finish(self, step: Step, result: StepResult) -> None:
-        """Process the end of the step's saves and restores, and of reads and writes of any step."""
+        """Process the end of the step's saves and restores, and of loads and stores of any step."""
         if step.transfers is not None:
             self.index.finish_saves(step.transfers.saves, self._pool)
             self.index.host.release([host_block for host_block, _ in step.transfers.restores])
@@ -230,20 +230,20 @@ class Tiers:
     def _take_report(self, result: TransferResult) -> None:
         self._awaits_first_report = self.is_stale = False
         for ticket, ok in result.completions:
-            self._reads.complete(ticket, ok)
+            self._loads.complete(ticket, ok)
         self.rates.copies.add(result.num_copied, result.copy_s)
-        self._reads.num_reported += sum(map(len, result.readable.values()))
-        self.index.note(result.readable, result.lost)
+        self._loads.num_reported += sum(map(len, result.gained.values()))
+        self.index.note(result.gained, result.lost)
         for store, keys in result.lost.items():
             for key in keys:
                 self._history.note_eviction(store, key)
-        for name, numbers in result.stores.items():
-            before = self._reads.store_stats.get(name, {})
-            what = "busy_s" if "busy_s" in numbers else "load_times_sum_s"
-            loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", what))
-            if name in self.rates.reads:
-                self.rates.reads[name].add(loads, seconds / numbers.get("workers", 1))
-            self._reads.store_stats[name] = numbers
+        for name, numbers in result.store_stats.items():
+            before = self._loads.store_stats.get(name, {})
+            duration = "busy_s" if "busy_s" in numbers else "load_times_sum_s"
+            num_loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", duration))
+            if name in self.rates.loads:
+                self.rates.loads[name].add(num_loads, seconds / numbers.get("workers", 1))
+            self._loads.store_stats[name] = numbers
 
     @property
     def is_idle(self) -> bool:
@@ -269,11 +269,11 @@ class Tiers:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return gauges and counters by tier."""
-        return tier_stats(self.index, self.counts, self.rates, self._reads.store_stats, self._block_bytes)
+        return tier_stats(self.index, self.counts, self.rates, self._loads.store_stats, self._block_bytes)
 
     def check(self, in_flight: Sequence[Transfers | None]) -> None:
         """Assert every invariant between two steps; `in_flight` are the transfers of steps without a result."""
-        pins = self._reads.check()
+        pins = self._loads.check()
         for request, pairs in self._restoring.items():
             assert request.kv.is_restoring and request.slot >= 0
             pins += [host_block for host_block, _ in pairs]

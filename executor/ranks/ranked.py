@@ -193,7 +193,7 @@ class RankedExecutor:
         if result.transfers is None:
             return result
         received, self._transfers = self._transfers, []
-        merged = msgspec.structs.replace(self._merge.merge(received), stores=result.transfers.stores)
+        merged = msgspec.structs.replace(self._merge.merge(received), store_stats=result.transfers.store_stats)
         return msgspec.structs.replace(result, transfers=merged)
 
 

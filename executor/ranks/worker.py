@@ -221,7 +221,7 @@ class Finisher:
                 result = self._rank.runner.finish(launched)
                 moved = result.transfers
                 is_asked = self._group.is_first or not launched.step.rows
-                if is_asked or (moved is not None and (moved.completions or moved.readable or moved.lost)):
+                if is_asked or (moved is not None and (moved.completions or moved.gained or moved.lost)):
                     self._reporter.report(Done(self._group.rank, result))
                 self._launched.task_done()
         except Exception as error:  # top level of the thread; the rank cannot continue without it

@@ -25,7 +25,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.tiers.served import ServedBlocks
 from penstock.executor.tiers.transfers import Copier, RankTransfers
 
-ALIGNMENT = 4096  # a host block starts on a page, so that a store can read directly into it
+ALIGNMENT = 4096  # a host block starts on a page, so that a disk can load directly into it
 STAGING_BYTES = 2**30  # host memory for transfers if a disk or peer is configured without a host tier
 SERVE_BYTES = 128 * 2**20  # limit of one rank's blocks being sent to peers at a time
 

@@ -29,7 +29,7 @@ class ServedBlocks:
         self, arena: np.ndarray, stores: Mapping[str, Store], lock: threading.Lock, poll: Callable[[], None]
     ) -> None:
         """arena: uint8 [host blocks, bytes per block]. `poll` processes completions of the stores, under the lock; it
-        calls `end_read`."""
+        calls `end_load`."""
         self._arena = arena
         self._disk = stores.get(DISK)
         self._lock = lock
@@ -39,7 +39,7 @@ class ServedBlocks:
         self._versions = [0] * len(arena)  # number of writes to each host block
         self._on_disk: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # since the last `take_changes`: key → is available now
-        self._reads: set[int] = set()  # tickets of the disk tier
+        self._loads: set[int] = set()  # tickets of the disk tier
         self._ended: list[tuple[int, bool]] = []
 
     # -- from the rank's threads, under the lock -----------------------------------------------------------
@@ -76,11 +76,11 @@ class ServedBlocks:
         for key in gone:
             self._note(key)
 
-    def end_read(self, ticket: int, ok: bool) -> bool:
-        """Record the end of a disk read; return whether it was for a peer."""
-        if ticket not in self._reads:
+    def end_load(self, ticket: int, ok: bool) -> bool:
+        """Record the end of a load from disk; return whether it was for a peer."""
+        if ticket not in self._loads:
             return False
-        self._reads.remove(ticket)
+        self._loads.remove(ticket)
         self._ended.append((ticket, ok))
         return True
 
@@ -109,16 +109,16 @@ class ServedBlocks:
         np.copyto(np.frombuffer(out, np.uint8), self._arena[host])  # without the lock, which a step would wait for
         return self._versions[host] == version
 
-    def start_read(self, key: bytes, out: memoryview) -> int | None:
+    def start_load(self, key: bytes, out: memoryview) -> int | None:
         with self._lock:
             if self._disk is None or key not in self._on_disk:
                 return None
             ticket = self._disk.start_load(key, out)
             if ticket is not None:
-                self._reads.add(ticket)
+                self._loads.add(ticket)
             return ticket
 
-    def take_reads(self) -> list[tuple[int, bool]]:
+    def take_loads(self) -> list[tuple[int, bool]]:
         with self._lock:
             self._poll()
             ended, self._ended = self._ended, []

@@ -69,8 +69,8 @@ class RankTransfers:
         self._arena = arena
         self._copier = copier
         self._stores = stores
-        self._loads: dict[tuple[str, int], tuple[int, PendingContent | None]] = {}  # (store, its ticket) → our ticket
-        self._puts: dict[bytes, int] = {}  # key → our ticket
+        self._loading: dict[tuple[str, int], tuple[int, PendingContent | None]] = {}  # (store, its ticket) → our ticket
+        self._storing: dict[bytes, int] = {}  # key → our ticket
         self._done: list[tuple[int, bool]] = []  # completions to report
         self._in_flight: deque[Copies] = deque()
         self._stats_at_s = 0.0
@@ -95,7 +95,7 @@ class RankTransfers:
         if copies.num_blocks:
             self._copier.start(transfers.saves, transfers.restores)
         # The core knows that earlier uses have ended, but this rank may be behind the one that reported it.
-        self._copier.settle([read[-1] for read in transfers.reads] + [write[-1] for write in transfers.writes])
+        self._copier.settle([load[-1] for load in transfers.loads] + [store[-1] for store in transfers.stores])
         with self._lock:
             self._start(transfers)
 
@@ -138,18 +138,18 @@ class RankTransfers:
             self._served.fill(pending)
 
     def _start(self, transfers: Transfers) -> None:
-        for ticket, name, key, host in transfers.reads:
+        for ticket, name, key, host in transfers.loads:
             pending = None if self._served is None else self._served.overwrite(host, key)
             theirs = self._stores[name].start_load(key, memoryview(self._arena[host]))
             if theirs is None:
                 self._done.append((ticket, False))
             else:
-                self._loads[name, theirs] = ticket, pending
+                self._loading[name, theirs] = ticket, pending
         if transfers.touches:
             self._stores[DISK].touch(transfers.touches)
-        for ticket, key, host in transfers.writes:
+        for ticket, key, host in transfers.stores:
             if self._stores[DISK].put(key, memoryview(self._arena[host])):
-                self._puts[key] = ticket
+                self._storing[key] = ticket
             else:  # it is already stored, or the queue is full
                 self._done.append((ticket, self._stores[DISK].contains(key)))
 
@@ -158,12 +158,12 @@ class RankTransfers:
         for name, store in self._stores.items():
             for completion in store.poll():
                 if completion.kind == "store":
-                    self._done.append((self._puts.pop(completion.key), completion.ok))
+                    self._done.append((self._storing.pop(completion.key), completion.ok))
                     continue
                 served = self._served if name == DISK else None
-                if served is not None and served.end_read(completion.ticket, completion.ok):
+                if served is not None and served.end_load(completion.ticket, completion.ok):
                     continue
-                ticket, pending = self._loads.pop((name, completion.ticket))
+                ticket, pending = self._loading.pop((name, completion.ticket))
                 self._done.append((ticket, completion.ok))
                 if completion.ok:
                     self._fill(pending)
@@ -171,12 +171,12 @@ class RankTransfers:
     def _report(self, num_copied: int, seconds: float) -> TransferResult:
         self._poll()
         changes = {name: store.changes() for name, store in self._stores.items()}
-        readable = {name: came for name, (came, _) in changes.items() if came}
+        gained = {name: came for name, (came, _) in changes.items() if came}
         lost = {name: went for name, (_, went) in changes.items() if went}
         if self._served is not None:
-            self._served.note_disk(readable.get(DISK, ()), lost.get(DISK, ()))
+            self._served.note_disk(gained.get(DISK, ()), lost.get(DISK, ()))
         done, self._done = self._done, []
-        return TransferResult(done, readable, lost, num_copied, seconds, self._stats())
+        return TransferResult(done, gained, lost, num_copied, seconds, self._stats())
 
     def _stats(self) -> dict[str, dict[str, float]]:
         """Return statistics at intervals, and when a store has become available or unavailable."""
@@ -239,15 +239,15 @@ class ResultMerger:
                     completions.append((ticket, all_ok and ok))
                 else:
                     self._open[ticket] = (count + 1, all_ok and ok)
-        readable, lost = self._changes(results)
+        gained, lost = self._changes(results)
         num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
         slowest_s = max((result.copy_s for result in results), default=0.0)
-        return TransferResult(completions, readable, lost, num_copied, slowest_s)
+        return TransferResult(completions, gained, lost, num_copied, slowest_s)
 
     def _changes(self, results: Sequence[TransferResult]) -> tuple[dict[str, list[bytes]], dict[str, list[bytes]]]:
         before: dict[tuple[str, bytes], bool] = {}
         for result in results:
-            for changes, step in ((result.readable, 1), (result.lost, -1)):
+            for changes, step in ((result.gained, 1), (result.lost, -1)):
                 for name, keys in changes.items():
                     has = self._has.setdefault(name, Counter())
                     for key in keys:
@@ -255,13 +255,13 @@ class ResultMerger:
                         has[key] += step
                         if has[key] == 0:
                             del has[key]
-        readable: dict[str, list[bytes]] = {}
+        gained: dict[str, list[bytes]] = {}
         lost: dict[str, list[bytes]] = {}
         for (name, key), was_there in before.items():
             is_there = self._has[name][key] == self._num_ranks
             if is_there != was_there:
-                (readable if is_there else lost).setdefault(name, []).append(key)
-        return readable, lost
+                (gained if is_there else lost).setdefault(name, []).append(key)
+        return gained, lost
 
 
 def _flatten(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -33,7 +33,7 @@ class Replica:
         self.backend = backend
         self.url = backend.url
         self.key_line = key_line  # the header line with its API key
-        self.peer = backend.prefill  # for a prefill replica: the address from which decode engines read its blocks
+        self.peer = backend.prefill  # for a prefill replica: the address from which decode engines load its blocks
         self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"

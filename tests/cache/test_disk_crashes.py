@@ -143,7 +143,7 @@ def test_changed_bytes_are_a_miss_counted_and_logged(
     tmp_path: Path, changes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     mutate_and_read(tmp_path, changes, seed=1)
-    assert f"{tmp_path}" in caplog.messages[0] and "failed to read a block: " in caplog.messages[0]
+    assert f"{tmp_path}" in caplog.messages[0] and "failed to load a block: " in caplog.messages[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, CELL - 1, CELL + HEADER_BYTES, 3 * CELL + 100])

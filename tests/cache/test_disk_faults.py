@@ -213,7 +213,7 @@ def test_a_slow_disk_drops_stores_instead_of_queueing_them(tmp_path: Path) -> No
         rig.wait(4)
 
 
-def test_reads_overtake_writes(tmp_path: Path) -> None:
+def test_loads_overtake_stores(tmp_path: Path) -> None:
     calls = FaultyCalls()
     with Rig(tmp_path, cells=64, calls=calls) as rig:
         rig.store("a")
@@ -235,13 +235,13 @@ def test_failed_opening_leaves_nothing_locked_or_open(tmp_path: Path) -> None:
     Rig(tmp_path).close()
 
 
-def test_failed_reads_leave_few_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_loads_leave_few_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failures = FailureLog(str(tmp_path))
     for number in range(209):
         failures.add(number / 100, "corrupt")
     failures.add(100.0, "EIO")
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        f"failed to read a block: {reason} (failed reads so far: {num})"
+        f"failed to load a block: {reason} (failed loads so far: {num})"
         for num, reason in ((1, "corrupt"), (10, "corrupt"), (100, "corrupt"), (210, "EIO"))
     ]
 

@@ -46,7 +46,7 @@ def test_the_nearest_store_that_has_a_key_is_read() -> None:
     index.note({"disk": [key(1)], "peer": [key(1), key(2)]}, {})
     for number in (1, 2):
         index.start_load(key(number))
-    assert [store for _, store, _, _ in index.take_reads()] == ["disk", "peer"]
+    assert [store for _, store, _, _ in index.take_loads()] == ["disk", "peer"]
 
 
 def test_a_peer_says_itself_what_it_has_lost() -> None:
@@ -54,9 +54,9 @@ def test_a_peer_says_itself_what_it_has_lost() -> None:
     index.note({"disk": [key(1)], "peer": [key(2)]}, {})
     for number in (1, 2):
         assert index.complete(index.start_load(key(number)) or 0, False) == 0
-    assert (index.stores["disk"], index.stores["peer"]) == (set(), {key(2)})
+    assert (index.stored_keys["disk"], index.stored_keys["peer"]) == (set(), {key(2)})
     index.note({}, {"peer": [key(2)]})
-    assert not index.stores["peer"]
+    assert not index.stored_keys["peer"]
 
 
 def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are() -> None:
@@ -69,11 +69,11 @@ def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are
 
 def test_a_key_is_in_a_store_while_every_rank_has_it() -> None:
     merge = ResultMerger(2)
-    assert merge.merge([TransferResult(readable={"disk": [key(1)]})]).readable == {}
-    assert merge.merge([TransferResult(readable={"disk": [key(1)]})]).readable == {"disk": [key(1)]}
+    assert merge.merge([TransferResult(gained={"disk": [key(1)]})]).gained == {}
+    assert merge.merge([TransferResult(gained={"disk": [key(1)]})]).gained == {"disk": [key(1)]}
     assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {"disk": [key(1)]}
     assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {}
-    back = TransferResult(readable={"disk": [key(1)]})
+    back = TransferResult(gained={"disk": [key(1)]})
     assert merge.merge([back, back, TransferResult(lost={"disk": [key(1)]})]) == TransferResult()
 
 

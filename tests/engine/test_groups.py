@@ -162,5 +162,5 @@ def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(se
 @some_worlds(4, 48, thousands=2000)
 def test_random_worlds_of_several_groups_with_failing_tiers(seeds: range) -> None:
     runs = (tier_storm(seed, 250, seed % 3 == 0, SHAPES[seed % len(SHAPES)]) for seed in seeds)
-    names = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
+    names = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_loads_disk")
     assert_reached(runs, dict.fromkeys(names, 30), len(seeds) / 48)

@@ -20,13 +20,13 @@ PROMPT = list(range(20))  # five blocks
 
 @contextmanager
 def worlds(*shapes: dict[str, Any]) -> Iterator[list[World]]:
-    """Engines of which each reads from all others."""
+    """Engines of which each loads from all others."""
     addresses = free_addresses(len(shapes))
     made: list[World] = []
     try:
         for number, shape in enumerate(shapes):
             peers = tuple(address for other, address in enumerate(addresses) if other != number)
-            options = {"num_blocks": 40, "num_host_blocks": 60, "step_s": 1e-4, **shape}  # reads take real time
+            options = {"num_blocks": 40, "num_host_blocks": 60, "step_s": 1e-4, **shape}  # loads take real time
             shared = {"kv_peers": peers, "kv_peer_listen": addresses[number]}
             made.append(World(options=shared, **options))
         for world in made:
@@ -59,7 +59,7 @@ def heard(world: World, count: int) -> None:
     until(lambda: sum(map(len, peers_of(world))) >= count, f"{count} blocks are announced")
 
 
-def test_what_one_engine_has_computed_the_other_reads() -> None:
+def test_what_one_engine_has_computed_the_other_loads() -> None:
     with worlds({}, {}) as (a, b):
         assert a.cached("cold", PROMPT) == 0
         heard(b, 5)

@@ -52,10 +52,10 @@ def test_a_read_that_comes_too_late_is_computed_and_serves_the_next_request() ->
     world.submit(submit("late", PROMPT, max_tokens=2))
     world.run()
     assert world.num_cached("late") == 0
-    assert len(world.tiers.index.reads) == 5, "a slot stays with the store as long as it may write to it"
+    assert len(world.tiers.index.loading) == 5, "a slot stays with the store as long as it may write to it"
     world.disk.is_stalled = False
     world.settle()
-    assert not world.tiers.index.reads
+    assert not world.tiers.index.loading
 
 
 def test_what_lies_before_a_failed_read_is_used_and_the_rest_is_computed() -> None:
@@ -64,7 +64,7 @@ def test_what_lies_before_a_failed_read_is_used_and_the_rest_is_computed() -> No
     third = list(world.disk.data)[2]
     del world.disk.data[third]
     assert world.cached("warm", PROMPT) == 2 * BLOCK_SIZE
-    assert index.counts["failed_reads_disk"] == 1
+    assert index.counts["failed_loads_disk"] == 1
     world.churn()
     assert world.cached("again", PROMPT) == 19, "the block that was computed again is on the disk again"
 
@@ -77,7 +77,7 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
     for name in "abc":
         world.submit(submit(name, PROMPT, max_tokens=2))
     world.step()
-    assert len(world.tiers.loading) == 3 and len(world.tiers.index.reads) == 5
+    assert len(world.tiers.loading) == 3 and len(world.tiers.index.loading) == 5
     world.disk.is_stalled = False
     world.settle()
     assert [world.num_cached(name) for name in "abc"] == [19, 19, 19]
@@ -113,14 +113,14 @@ def test_a_reset_forgets_every_tier_and_is_refused_while_a_store_is_at_work() ->
 def test_where_computing_is_faster_than_the_disk_nothing_is_waited_for() -> None:
     world = with_the_prompt_on_the_disk()
     rates = world.tiers.rates
-    rates.reads["disk"].add(1, 10.0)
+    rates.loads["disk"].add(1, 10.0)
     rates.prefill.add(1000, 1.0)
     world.disk.is_stalled = True
     world.submit(submit("slow", PROMPT, max_tokens=2))
     world.run(limit=5)
     assert not world.num_cached("slow")
     world.disk.is_stalled = False
-    rates.reads["disk"].per_s = 1e6
+    rates.loads["disk"].per_s = 1e6
     world.churn()
     assert world.cached("fast", PROMPT) == 19
 
@@ -129,11 +129,11 @@ def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits(mo
     monkeypatch.setattr(transfers, "STATS_EVERY_S", 0.0)
     world = with_the_prompt_on_the_disk(FlakyStore(delay=2, seed=1))
     tiers = world.tiers
-    tiers.rates.reads["disk"].add(1, 10.0)
+    tiers.rates.loads["disk"].add(1, 10.0)
     tiers.rates.prefill.add(1000, 1.0)
-    before = tiers.rates.reads["disk"].seconds(1)
+    before = tiers.rates.loads["disk"].seconds(1)
     assert world.cached("slow", PROMPT) == 0
-    assert tiers.index.counts["reads_disk"] > 0 and tiers.rates.reads["disk"].seconds(1) < before
+    assert tiers.index.counts["loads_disk"] > 0 and tiers.rates.loads["disk"].seconds(1) < before
 
 
 def tier_storm(
@@ -171,7 +171,7 @@ def tier_storm(
             store.is_stalled = not store.is_stalled
         if rng.random() < 0.02:  # what is known about speed may send any request either way at any time
             speed, tiers.rates.prefill.per_s = rng.choice([(None, None)] * 3 + [(1.0, 1e6), (1e6, 1.0)])
-            for rate in tiers.rates.reads.values():
+            for rate in tiers.rates.loads.values():
                 rate.per_s = speed
 
     # As was asked before: the device has often lost it by now.
@@ -188,15 +188,15 @@ def tier_storm(
 @pytest.mark.timeout(900)  # a busy machine takes several times as long
 @some_worlds(range(7, 14), 80, thousands=4000)
 def test_random_worlds_with_failing_tiers_keep_every_invariant_and_every_token(seeds: range) -> None:
-    often = ("preempted", "aborted", "finished", "hits_host", "restores", "saves", "writes", "evictions")
-    seldom = ("hits_disk", "reads_disk", "failed_reads_disk", "drops_disk", "drops_host_full")
+    often = ("preempted", "aborted", "finished", "hits_host", "restores", "saves", "stores", "evictions")
+    seldom = ("hits_disk", "loads_disk", "failed_loads_disk", "drops_disk", "drops_host_full")
     wanted = dict.fromkeys(often, 100) | dict.fromkeys(seldom, 15)
     assert_reached((tier_storm(seed, num_steps=250) for seed in seeds), wanted, len(seeds) / 80)
 
 
 def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:
     rates = Rates(block_bytes=2**20, block_size=16, stores=["disk"])
-    rates.reads["disk"].add(blocks_per_s, 1.0)
+    rates.loads["disk"].add(blocks_per_s, 1.0)
     rates.copies.add(copies_per_s, 1.0)
     rates.prefill.add(tokens_per_s, 1.0)
     return rates
@@ -232,8 +232,8 @@ def test_patience_ends_when_computing_would_be_done() -> None:
 def test_stores_work_side_by_side_and_each_has_its_own_rate() -> None:
     rates = Rates(2**20, 16, ["disk", "peer a:1"])
     rates.prefill.add(16 * 100, 1.0)
-    rates.reads["disk"].add(1000, 1.0)
+    rates.loads["disk"].add(1000, 1.0)
     assert rates.is_load_faster({"disk": 10, "peer a:1": 10_000}, 11, 0), "the peer has yet to be tried"
-    rates.reads["peer a:1"].add(50, 1.0)
+    rates.loads["peer a:1"].add(50, 1.0)
     assert rates.is_load_faster({"disk": 90}, 10, 0) and not rates.is_load_faster({"disk": 1, "peer a:1": 10}, 10, 0)
     assert rates.patience_s({"disk": 90, "peer a:1": 1}, 1000) == pytest.approx(0.27)

@@ -77,18 +77,18 @@ def test_ranks_on_a_gpu_are_given_up_after_the_time_of_a_gpu(monkeypatch: pytest
 
 
 def test_a_step_without_rows_is_done_when_every_rank_has_said_what_its_stores_hold() -> None:
-    found = TransferResult(readable={"disk": [b"key"]})
+    found = TransferResult(gained={"disk": [b"key"]})
     ranks = Ranks(*(Done(rank, StepResult(0, [], transfers=found)) for rank in range(3)))
     executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
     executor.submit(Step(0, [], []))
     transfers = executor.collect().transfers
-    assert transfers is not None and transfers.readable == {"disk": [b"key"]}
+    assert transfers is not None and transfers.gained == {"disk": [b"key"]}
 
 
 def test_statistics_of_stores_are_those_of_the_first_rank() -> None:
     def report(rank: int, step_id: int, **numbers: float) -> Done:
         return Done(
-            rank, StepResult(step_id, [0], transfers=TransferResult(stores={"disk": numbers} if numbers else {}))
+            rank, StepResult(step_id, [0], transfers=TransferResult(store_stats={"disk": numbers} if numbers else {}))
         )
 
     ranks = Ranks(report(0, 0, hits=1.0), report(1, 0, hits=900.0), report(0, 1))
@@ -98,7 +98,7 @@ def test_statistics_of_stores_are_those_of_the_first_rank() -> None:
         executor.submit(Step(step_id, [], [Row(0, step_id, 1, True)]))
         transfers = executor.collect().transfers
         assert transfers is not None
-        seen.append(transfers.stores)
+        seen.append(transfers.store_stats)
     assert seen == [{"disk": {"hits": 1.0}}, {}]
 
 

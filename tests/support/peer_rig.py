@@ -42,8 +42,8 @@ class FakeSource:
 
     def __post_init__(self) -> None:
         self._changed: dict[bytes, bool] = {}
-        self._reads: list[tuple[int, bool]] = []
-        self._num_reads = 0
+        self._loads: list[tuple[int, bool]] = []
+        self._num_loads = 0
 
     def keys(self) -> list[bytes]:
         return [*self.memory, *self.disk]
@@ -58,18 +58,18 @@ class FakeSource:
         out[:] = self.memory[key]
         return True
 
-    def start_read(self, key: bytes, out: memoryview) -> int | None:
+    def start_load(self, key: bytes, out: memoryview) -> int | None:
         if key not in self.disk:
             return None
-        self._num_reads += 1
+        self._num_loads += 1
         if not self.does_disk_hang:
             out[:] = self.disk[key]
-            self._reads.append((self._num_reads, True))
-        return self._num_reads
+            self._loads.append((self._num_loads, True))
+        return self._num_loads
 
-    def take_reads(self) -> list[tuple[int, bool]]:
-        reads, self._reads = self._reads, []
-        return reads
+    def take_loads(self) -> list[tuple[int, bool]]:
+        loads, self._loads = self._loads, []
+        return loads
 
     def add(self, server: PeerServer, key: bytes, data: bytes) -> None:
         self.memory[key] = data

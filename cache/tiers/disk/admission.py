@@ -1,14 +1,14 @@
 """The admission policy of the disk tier: decides whether to evict an old record for a new one.
 
-A disk that is large enough for its load has most hits when every block is written. A disk that thrashes has more hits,
-and wears out far less, when a key is written only at its second appearance. The better policy depends on the traffic:
+A disk that is large enough for its load has most hits when every block is stored. A disk that thrashes has more hits,
+and wears out far less, when a key is stored only at its second appearance. The better policy depends on the traffic:
 two shadow caches of keys without data, one per policy, see a sample of all keys, and the one with more hits decides.
 """
 
 from penstock.cache.keys import RecentKeys
 
 _SAMPLE_CELLS = 64  # a shadow cache of a larger disk has at least so many cells, each for up to 32 cells of the disk
-_MARGIN = 1.02  # writing every block must raise the hits by so much to be worth the wear
+_MARGIN = 1.02  # storing every block must raise the hits by so much to be worth the wear
 
 
 class AdmissionPolicy:
@@ -27,7 +27,7 @@ class AdmissionPolicy:
         self._num_sampled = 0
 
     def note_use(self, key: bytes) -> None:
-        """Count one use (a lookup or a put) of a key, whether it is stored or not."""
+        """Count one use (a lookup or a store) of a key, whether it is stored or not."""
         if key[-1] & self._sample_mask:
             return
         self._eager.note_use(key)

@@ -1,11 +1,11 @@
-"""The store of KV blocks on a local disk: fixed cells in preallocated files, found by key, verified at every read.
+"""The store of KV blocks on a local disk: fixed cells in preallocated files, found by key, verified at every load.
 
 The caller's thread owns the index and never blocks: a lookup is a dict lookup, a `put` takes a cell and appends to a
 queue. Worker threads transfer the bytes (transport.py); `poll` returns the results. A keeper thread scans the records
 after a crash and writes the index at the end (keeper.py). Any failure of the disk is a miss. docs/tiers.md describes the whole.
 
-    put ─▶ writes ─┐               ┌─▶ done ─▶ poll: index, counters, results
-    start_load ─▶ reads ─▶ workers ┘          └▶ catalog of cells ─▶ close: index file
+    put ─▶ stores ─┐               ┌─▶ done ─▶ poll: index, counters, results
+    start_load ─▶ loads ─▶ workers ┘          └▶ catalog of cells ─▶ close: index file
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class DiskTier:
         self._health = TierHealth(limits.health._replace(stall_s=stall_s), "the disk tier")
         self._failure_log = FailureLog(self.directory)
         self._counts: Counter[str] = Counter()
-        self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
+        self._drops: Counter[str] = Counter()  # stores that were refused or failed, by reason
         self._failures: Counter[str] = Counter()  # failed calls, by errno or kind
         self._stored, self._loaded = JobTimes(), JobTimes()
         self._storing: set[bytes] = set()
@@ -105,7 +105,7 @@ class DiskTier:
         return list(self._cells)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys that became readable since the last call, and those that became unreadable."""
+        """Return the keys gained since the last call, and the lost keys."""
         return self._catalog.changes.take()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -162,13 +162,13 @@ class DiskTier:
     # -- loading -------------------------------------------------------------------------------------------
 
     def start_load(self, key: bytes, out: Any) -> int | None:
-        """Queue a read into `out`, borrowed until `poll` returns its result; return its ticket, or None for a miss.
+        """Queue a load into `out`, borrowed until `poll` returns its result; return its ticket, or None for a miss.
 
         `out` holds the payload if the result is ok; otherwise its content is undefined. A hung load keeps `out` borrowed
-        until the system call returns, however long that takes: a late read could still write to it. The caller may stop
+        until the system call returns, however long that takes: a late load could still write to it. The caller may stop
         waiting, but must not reuse `out` before the result.
         """
-        into = chunk_view("out", out, self._chunk_bytes, to_write=True)
+        into = chunk_view("out", out, self._chunk_bytes, to_fill=True)
         self._admission.note_use(key)
         cell = self._catalog.use(key)
         if cell is None or self._is_closed or not self._health.is_open:

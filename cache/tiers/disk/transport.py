@@ -1,4 +1,4 @@
-"""Record I/O on the worker threads: builds headers, transfers records between buffers and cells, verifies reads.
+"""Record I/O on the worker threads: builds headers, transfers records between buffers and cells, verifies loaded ones.
 
 O_DIRECT requires addresses, lengths and offsets that are multiples of a page. Host blocks satisfy this and are
 transferred in place; any other buffer is copied through aligned memory of the thread.

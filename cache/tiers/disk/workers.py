@@ -1,7 +1,7 @@
-"""The I/O threads of the disk tier, with one queue for reads and one for writes.
+"""The I/O threads of the disk tier, with one queue for loads and one for stores.
 
 Every queued job ends in exactly one place: in `done`, once no thread touches its buffer any more, or in the result of
-`cancel`, if no thread has started it. Reads have priority over writes. Queues and `done` are deques, whose appends and
+`cancel`, if no thread has started it. Loads have priority over stores. Queues and `done` are deques, whose appends and
 pops are atomic.
 """
 
@@ -37,8 +37,8 @@ class Workers:
     def __init__(self, work: Callable[[DiskJob], None], count: int) -> None:
         self.done: deque[DiskJob] = deque()
         self._work = work
-        self._reads: deque[DiskJob] = deque()
-        self._writes: deque[DiskJob] = deque()
+        self._loads: deque[DiskJob] = deque()
+        self._stores: deque[DiskJob] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # True for each queued job; False ends a thread
         self._running: list[DiskJob | None] = [None] * count
         self._threads = [
@@ -52,7 +52,7 @@ class Workers:
 
     def add(self, job: DiskJob) -> None:
         """Queue a job; loads and probes have priority over stores."""
-        (self._writes if job.kind is STORE else self._reads).append(job)
+        (self._stores if job.kind is STORE else self._loads).append(job)
         self._tokens.put(True)
 
     def cancel(self) -> list[DiskJob]:
@@ -92,7 +92,7 @@ class Workers:
             self.done.append(job)
 
     def _next(self) -> DiskJob | None:
-        for queue in (self._reads, self._writes):
+        for queue in (self._loads, self._stores):
             try:
                 return queue.popleft()
             except IndexError:

@@ -1,7 +1,7 @@
 """The server that sends one rank's KV blocks to other engines, with its thread.
 
-A requested block is copied, or read from the disk, into a send buffer of the server. The block itself is held only for
-the copy, however slow the client is, and no step of the engine waits for it. The number of send buffers limits the load:
+A requested block is copied, or loaded from the disk, into a send buffer of the server. The block itself is held only for
+the copy, however slow the client is, and no step of the engine waits for it. The number of send buffers is the limit:
 when all are in flight, further requests are refused at once.
 """
 
@@ -39,7 +39,7 @@ MAX_CLIENTS = 64  # engines subscribed to the keys
 MAX_REQUEST_BYTES = 4096
 MAX_BUFFERS = 1024
 QUEUED_MESSAGES = 4096  # for one client that does not receive
-IDLE_MS, READING_MS = 1000, 1
+IDLE_MS, LOADING_MS = 1000, 1
 MAX_REQUESTS_PER_PASS = 64
 
 
@@ -56,11 +56,11 @@ class BlockSource(Protocol):
         """Copy the block from memory; return False if it is not there or was overwritten during the copy."""
         ...
 
-    def start_read(self, key: bytes, out: memoryview) -> int | None:
-        """Start reading the block from disk into `out`, borrowed until `take_reads` returns the ticket; None for a miss."""
+    def start_load(self, key: bytes, out: memoryview) -> int | None:
+        """Start loading the block from disk into `out`, borrowed until `take_loads` returns the ticket; None for a miss."""
         ...
 
-    def take_reads(self) -> list[tuple[int, bool]]: ...
+    def take_loads(self) -> list[tuple[int, bool]]: ...
 
 
 class PeerServer:
@@ -86,7 +86,7 @@ class PeerServer:
         self._free = list(range(len(self._buffers)))
         self._sending: list[tuple[zmq.MessageTracker, int]] = []  # with the buffer being sent
         # The source's ticket → client, its request, buffer.
-        self._reading: dict[int, tuple[bytes, Get, int]] = {}
+        self._loading: dict[int, tuple[bytes, Get, int]] = {}
         self._clients: dict[bytes, bool] = {}  # subscribed clients → needs a full snapshot of the keys
         self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason
@@ -97,7 +97,7 @@ class PeerServer:
         self._socket = self._listen(endpoint, secret)
         self._is_over = False
         self._thread = PollThread(
-            "penstock-peer-server", (self._socket,), lambda: READING_MS if self._reading else IDLE_MS, self._serve
+            "penstock-peer-server", (self._socket,), lambda: LOADING_MS if self._loading else IDLE_MS, self._serve
         )
 
     @property
@@ -113,7 +113,7 @@ class PeerServer:
         self._thread.wake()
 
     def close(self) -> None:
-        """Stop serving. The source is not used afterwards, but a disk read in flight may still write to a buffer."""
+        """Stop serving. The source is not used afterwards, but a load in flight may still write to a buffer."""
         if self._is_over:
             return
         self._is_over = True
@@ -158,8 +158,8 @@ class PeerServer:
         self._announce()
         if self._socket in ready:
             self._receive()
-        if self._reading:
-            self._finish_reads()
+        if self._loading:
+            self._finish_loads()
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -229,8 +229,8 @@ class PeerServer:
             self._miss(client, get, "busy")
         elif self._source.copy(get.key, self._buffers[buffer]):
             self._send_block(client, get, buffer)
-        elif (ticket := self._source.start_read(get.key, self._buffers[buffer])) is not None:
-            self._reading[ticket] = client, get, buffer
+        elif (ticket := self._source.start_load(get.key, self._buffers[buffer])) is not None:
+            self._loading[ticket] = client, get, buffer
         else:
             self._free.append(buffer)
             self._miss(client, get, "gone")
@@ -259,9 +259,9 @@ class PeerServer:
         self._misses[reason] += 1
         self._send(client, Miss(get.ticket, reason))
 
-    def _finish_reads(self) -> None:
-        for ticket, ok in self._source.take_reads():
-            client, get, buffer = self._reading.pop(ticket)
+    def _finish_loads(self) -> None:
+        for ticket, ok in self._source.take_loads():
+            client, get, buffer = self._loading.pop(ticket)
             if ok:
                 self._send_block(client, get, buffer)
             else:

@@ -1,7 +1,7 @@
-"""A read-only store over the network: the KV blocks in the tiers of one other engine, and the thread that reads them.
+"""A read-only store over the network: the KV blocks in the tiers of one other engine, and the thread that loads them.
 
 The caller's thread looks up the keys that the peer has announced and never waits. Only the store's own thread touches
-the sockets: it requests blocks, verifies replies and detects a silent peer. Every load ends exactly once: read, refused,
+the sockets: it requests blocks, verifies replies and detects a silent peer. Every load ends exactly once: complete, refused,
 invalid, late, or failed because the connection is lost. Nothing writes to its buffer afterwards, since the thread copies
 the bytes into it after it has verified them. Any failure is a miss. Blocks are copied from a peer, never to one.
 
@@ -136,7 +136,7 @@ class PeerTier:
         return len(self._keys)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys that became readable since the last call, and those that became unreadable."""
+        """Return the keys gained since the last call, and the lost keys."""
         return self._keys.take_changes()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -148,10 +148,10 @@ class PeerTier:
     def start_load(self, key: bytes, out: Any) -> int | None:
         """Request a block into `out`, borrowed until `poll` returns its result; return its ticket, or None for a miss.
 
-        Unlike a disk read, a slow read fails at its deadline and releases `out`: the bytes are copied into it only after
+        Unlike a load from disk, a slow load fails at its deadline and releases `out`: the bytes are copied into it only after
         the complete block has been received and verified.
         """
-        into = chunk_view("out", out, self._chunk_bytes, to_write=True)
+        into = chunk_view("out", out, self._chunk_bytes, to_fill=True)
         if key not in self._keys or self._is_closed:
             self._counts["misses"] += 1
             return None
