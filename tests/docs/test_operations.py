@@ -50,8 +50,8 @@ def test_every_metric_says_what_it_means_in_its_own_help_text(programs: list[lis
 
 def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[str]]) -> None:
     metrics = {name for name in exported[0] if name.startswith(("vllm:", "penstock:"))}
-    for path in DOCS.glob("*.md"):
-        named = NAME.findall(path.read_text()) if path.name != "log.md" else []  # history
+    for path in DOCS.rglob("*.md"):
+        named = NAME.findall(path.read_text())
         groups = {name for name, is_group in named if is_group or name.endswith("_")}
         assert {name for name, _ in named} - groups - exported[1] == set(), path.name
         metrics -= {name for name, _ in named}

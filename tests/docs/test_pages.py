@@ -16,7 +16,7 @@ from tests.support.default_file import needs_model
 from tests.support.programs import printed
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 FOLDERS = (
     "engine",
@@ -47,18 +47,17 @@ def test_the_page_of_flags_is_what_the_commands_say() -> None:
 
 
 def test_every_page_is_linked_from_another_one() -> None:
-    texts = {path.name: path.read_text() for path in PAGES}
-    pages = [path.name for path in PAGES if path.parent.name == "docs"]
-    assert [name for name in pages if not any(name in text for other, text in texts.items() if other != name)] == []
+    links = {(page, page.parent / target) for page in PAGES for target in LINK.findall(page.read_text())}
+    linked = {target.resolve() for page, target in links if target.resolve() != page}
+    assert [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page not in linked] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere_named_files_exist_and_python_compiles_and_names_the_served_model(path: Path) -> None:
     text = path.read_text()
     targets = [target for target in LINK.findall(text) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
-    files = set(FILE.findall(text)) if path.name != "log.md" else ()  # history: it names files that are gone
-    assert sorted(name for name in files if not (ROOT / name).exists()) == []
+    assert sorted(name for name in set(FILE.findall(text)) if not (ROOT / name).exists()) == []
     for language, code in BLOCK.findall(text):
         if language == "python":
             compile(code, path.name, "exec")
@@ -72,12 +71,11 @@ def test_classes_and_files_that_pages_name_without_a_folder_exist() -> None:
     code = "\n".join(path.read_text() for path in files if path.suffix in {".py", ".c", ".h"})
     words = FOREIGN_CLASSES | set(re.findall(r"\w+", code))
     for path in PAGES:
-        if path.name != "log.md":  # history
-            text = path.read_text()
-            quoted = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
-            diagrams = [block for language, block in BLOCK.findall(text) if not language and "─" in block]
-            assert {name for part in [*quoted, *diagrams] for name in CLASS.findall(part)} - words == set(), path.name
-            assert set(BARE_FILE.findall(text)) - names == set(), path.name
+        text = path.read_text()
+        quoted = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+        diagrams = [block for language, block in BLOCK.findall(text) if not language and "─" in block]
+        assert {name for part in [*quoted, *diagrams] for name in CLASS.findall(part)} - words == set(), path.name
+        assert set(BARE_FILE.findall(text)) - names == set(), path.name
 
 
 @pytest.mark.slow
