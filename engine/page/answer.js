@@ -1,6 +1,16 @@
 // One answer of the model: read from its stream into a turn and rendered, while it streams or from storage.
 
 const PAUSE = 4; // after rendering, wait this many times its duration, so that the page stays responsive
+const MISSES = {
+  new_tokens: "no earlier prompt goes on like this",
+  evicted: "the rest was cached and made room for other prompts",
+  no_checkpoint: "there is no state of the model to go on from; the next prompt with this beginning finds one",
+  tier_slow: "reading the rest from memory or disk would take longer than computing it",
+  tier_timeout: "reading the rest from memory or disk took too long",
+  other_adapter: "the same beginning was cached for another adapter",
+  weights_changed: "the same beginning was cached before the weights changed",
+  cache_disabled: "this request, or the server, does not use the cache",
+};
 const ENDS = { length: "cut at its length", stopped: "stopped", abort: "ended by the server", left: "left unfinished" };
 
 /** Yield the payloads of a stream of server-sent events, independent of its chunk boundaries. */
@@ -93,9 +103,10 @@ class Answer {
     const words = [];
     if (this.usage) {
       const { cached_tokens: cached = 0, penstock: [miss] = [] } = this.usage.prompt_tokens_details ?? {};
-      const why = miss && miss.reason !== "partial_block" ? ` (${miss.reason.replaceAll("_", " ")})` : "";
+      const why = MISSES[miss?.reason];
+      if (why) this.counts.title = `Why no more of the prompt was cached: ${why}.`;
       const number = this.usage.completion_tokens ?? 0;
-      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} cached` : ""}${why}`);
+      words.push(`${figure(this.usage.prompt_tokens)} tokens in${cached ? `, ${figure(cached)} of them cached` : ""}`);
       words.push(`${figure(number)} out`);
       const seconds = (this.lastAt - this.firstAt) / 1000;
       if (number > 1 && seconds > 0) words.push(`${figure((number - 1) / seconds, 1)} tok/s`);

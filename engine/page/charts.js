@@ -3,6 +3,7 @@
 /** Read /metrics every second while the tab is visible, never twice at a time, and draw the visible charts. */
 async function startWatch() {
   const history = new History();
+  let readAt = new Date();
   for (let mayAsk = true; ; await new Promise((resolve) => setTimeout(resolve, 1000))) {
     if (document.hidden) continue;
     try {
@@ -14,12 +15,15 @@ async function startWatch() {
         byId("tiers").replaceChildren(...tierMeters(history.now));
       }
       mayAsk = true;
+      readAt = new Date();
       document.body.classList.remove("stale");
     } catch (error) {
       if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
       setState("bad", { TypeError: "not reachable", TimeoutError: "no response" }[error.name] ?? error.message);
       document.body.classList.add("stale");
+      byId("gap").textContent = `No data since ${readAt.toLocaleTimeString()}.`;
     }
+    byId("gap").hidden = !document.body.classList.contains("stale");
   }
 }
 

@@ -1,4 +1,5 @@
 // A Markdown renderer for answers of models: headings, lists, quotes, fences, tables, rules; emphasis, code, links.
+// Formulas of LaTeX stay as they are written, with their delimiters, so that they can be copied.
 //
 // Text becomes only text nodes, so HTML in it stays text, and links lead only to the web or to mail addresses. A picture
 // becomes a link, since loading it would reveal that it was viewed. An answer is rendered again with every frame, so
@@ -115,6 +116,7 @@ function readList(lines, at, depth) {
 
 const MARK = new RegExp(
   [
+    /(\\[([]|\$\$)/, // the start of a formula
     /\\([!-/:-@[-`{-~])/, // an escape
     /(`+)/,
     /!?\[([^[\]]*)\]\(<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?: +"[^"]*")?\)/, // [label](address "title")
@@ -124,6 +126,7 @@ const MARK = new RegExp(
   ].map((part) => part.source).join("|"),
   "g",
 );
+const MATH_END = { "\\(": "\\)", "\\[": "\\]", "$$": "$$" };
 const EMPHASIS = { "**": "strong", __: "strong", "~~": "del", "*": "em", _: "em" };
 
 /** Render the text of one block as nodes. */
@@ -134,9 +137,10 @@ function inline(text, isLabel = false) {
   const put = (node) => node !== "" && (open.at(-1)?.node ?? root).append(node);
   let done = 0;
   for (let found; (found = marks.exec(text)); done = marks.lastIndex) {
-    const [whole, escaped, ticks, label, address, bare, mark] = found;
+    const [whole, math, escaped, ticks, label, address, bare, mark] = found;
     put(text.slice(done, found.index));
-    if (escaped) put(escaped);
+    if (math) marks.lastIndex = putMath(put, text, found.index, math);
+    else if (escaped) put(escaped);
     else if (ticks) marks.lastIndex = putCode(put, text, marks.lastIndex, ticks);
     else if (address) put(isLabel ? whole : link(inline(label || address, true), address, whole));
     else if (mark) marks.lastIndex = emphasize(open, put, text, found.index, mark);
@@ -145,6 +149,13 @@ function inline(text, isLabel = false) {
   put(text.slice(done));
   for (const { mark, node } of open.reverse()) node.replaceWith(mark, ...node.childNodes);
   return root;
+}
+
+/** Put a formula with its delimiters, or the first one if the other is missing; return its end. */
+function putMath(put, text, at, mark) {
+  const end = text.indexOf(MATH_END[mark], at + 2);
+  put(end < 0 ? mark : text.slice(at, end + 2));
+  return (end < 0 ? at : end) + 2;
 }
 
 /** Read inline code between two equal runs of backticks, or the first as text if unmatched; return its end. */

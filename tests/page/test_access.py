@@ -85,6 +85,8 @@ def test_all_text_stands_out_from_what_is_behind_it(browser: Any, slow: Running)
         page.say("abc")
         page.wait_for_selector("#talk .error")
         page.click("#settings-open")
+        send, drawer = (page.locator(name).bounding_box() for name in ("#send", "#settings"))
+        assert send["x"] + send["width"] <= drawer["x"], "the settings cover the message box"
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             found = page.evaluate(CONTRASTS)

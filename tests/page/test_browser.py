@@ -36,12 +36,13 @@ def test_a_question_is_answered_with_its_counts_and_again_when_asked(browser: An
         first = page.ask("What is the capital of France?")
         assert ("What is the capital of France?" if is_fake else "Paris") in first
         figures = r" · \d+ out · [\d,.]+ tok/s · first token .*s" + is_fake * " · cut at its length"
-        why = "" if is_fake else r" \(new tokens\)"
-        assert re.fullmatch(rf"\d+ tokens in(, \d+ cached)?{why}{figures}", page.foot())
+        assert re.fullmatch(rf"\d+ tokens in(, \d+ of them cached)?{figures}", page.foot())
+        why = "" if is_fake else "Why no more of the prompt was cached: no earlier prompt goes on like this."
+        assert (page.locator(".counts").last.get_attribute("title") or "") == why
         page.click("[data-does=again]")
         page.wait_for_selector("#talk li:last-child.busy", state="detached")
         assert page.answer() == first and page.locator("#talk li").count() == 2
-        assert re.fullmatch(rf"\d+ tokens in, \d+ cached{figures}", page.foot()), "the same prompt is cached"
+        assert re.fullmatch(rf"\d+ tokens in, \d+ of them cached{figures}", page.foot()), "the same prompt is cached"
         page.ask("And of Italy?")
         assert page.locator("#talk li").count() == 4
         page.click("#new")
@@ -164,6 +165,8 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
             page.wait_for_selector("#state .dot.good")
         page.wait_for_selector("#state .dot.bad")
         assert page.inner_text("#state-text") == "not reachable"
+        page.click("nav a[href='#watch']")
+        assert re.match(r"No data since [\d:]+", page.inner_text("#gap"))
 
 
 def test_a_server_that_does_not_respond_is_said_and_a_restarted_one_is_asked_for_its_models(browser: Any) -> None:
