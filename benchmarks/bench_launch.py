@@ -35,9 +35,9 @@ def launch(tree: str | None = None, pairs: int = 10) -> dict[str, Any]:
             sides = {}
             for side, root in (("ours", ROOT), ("theirs", Path(tree).resolve())):
                 command = (sys.executable, str(HERE / "bench_launch.py"), "side", "--model", model)
-                asked = stack.enter_context(Asked(*command, env=environment(root)))
-                print(f"{model}, {side}: {asked.started} launches a step", flush=True)
-                sides[side] = lambda asked=asked: asked.ask(None)
+                worker = stack.enter_context(Asked(*command, env=environment(root)))
+                print(f"{model}, {side}: {worker.started} launches a step", flush=True)
+                sides[side] = lambda worker=worker: worker.ask(None)
             figures[model] = compare(f"{model}, a launch", sides, pairs, "µs")
     return {"against": Path(tree).name, "pairs": pairs, "figures": figures}
 

@@ -11,10 +11,7 @@ from penstock.engine.core.tiers import Tiers
 from tests.support.default_file import needs_model
 from tests.support.peer_rig import free_addresses, until
 
-pytestmark = [
-    needs_model,
-    pytest.mark.timeout(600),
-]
+pytestmark = [needs_model, pytest.mark.timeout(600)]
 
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
 

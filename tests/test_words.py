@@ -1,9 +1,11 @@
 """No name stands for two things: classes of the product, files of a room. Texts are in plain English."""
 
+import ast
 import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from tests.size import ROOT, source_files
 
@@ -11,7 +13,23 @@ ROOMS = ("engine", "executor", "cache", "eplb", "router", "prove")
 # Folders in plain technical English. The tests are not yet.
 PLAIN = ("benchmarks", "cache", "csrc", "engine", "eplb", "executor", "prove", "router", "src")
 CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
+# These say nothing of what a name stands for.
+VAGUE = {"found", "place", "given", "known", "wanted", "asked", "what", "made", "numbers", "said", "those", "whose"}
 RIDDLE = re.compile(r'(^\s*(""")?|# |// |/\*+ |^ \* )(Of|What|Who|Whose|Whether|Those|As|None of)\b')
+
+
+def names(source: str) -> Iterator[tuple[int, str]]:
+    """Functions, parameters, attributes that are set, and fields of classes, each with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ClassDef):
+            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            yield from ((field.lineno, field.id) for field in fields if isinstance(field, ast.Name))
 
 
 def test_no_two_classes_of_the_product_have_one_name() -> None:
@@ -36,3 +54,14 @@ def test_no_docstring_and_no_comment_line_begins_without_its_subject() -> None:
 
 def test_docstrings_of_functions_begin_with_an_imperative_verb() -> None:
     assert not subprocess.run([sys.executable, "-m", "ruff", "check", "--select=D401", *PLAIN], cwd=ROOT).returncode
+
+
+def test_no_function_parameter_attribute_and_field_has_a_name_that_says_nothing() -> None:
+    vague = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in source_files(*PLAIN)
+        if path.suffix == ".py"
+        for line, name in names(path.read_text())
+        if name.strip("_") in VAGUE
+    ]
+    assert vague == [], "name each by what it holds"

@@ -49,10 +49,7 @@ def test_a_plan_survives_a_trip_through_its_placement_and_weights() -> None:
     assert (again.cdf == made.cdf).all() and (again.log2phy == made.log2phy).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    table(__file__, "placements", WHOLE=WHOLE),
-)
+@pytest.mark.parametrize(("arguments", "words"), table(__file__, "placements", WHOLE=WHOLE))
 def test_a_placement_that_is_no_plan_is_refused(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
     usual: dict[str, Any] = {"phy2log": [[0, 1, 2, 3, 0, 1]], "experts": 4, "ranks": 2}
     with pytest.raises(ValueError) as refusal:

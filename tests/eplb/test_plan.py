@@ -101,10 +101,7 @@ def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    table(__file__, "plans", np=np),
-)
+@pytest.mark.parametrize(("change", "words"), table(__file__, "plans", np=np))
 def test_bad_input_is_refused_by_field_value_and_limit(change: dict[str, Any], words: tuple[str, ...]) -> None:
     arguments: dict[str, Any] = {"load": np.ones((1, 4)), "slots": 6, "ranks": 2}
     with pytest.raises(ValueError) as refusal:

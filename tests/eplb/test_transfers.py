@@ -71,10 +71,7 @@ def test_an_expert_that_a_rank_needs_twice_crosses_once() -> None:
     assert [source for _, _, source, to in rows.tolist() if to == 4] == [5]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    table(__file__, "transfers", np=np, plan=plan),
-)
+@pytest.mark.parametrize(("change", "words"), table(__file__, "transfers", np=np, plan=plan))
 def test_plans_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
     old, new = two_plans(3, 16, 24, 4)
     arguments: dict[str, Any] = {"old": old, "new": new, "ranks_per_node": 2}
