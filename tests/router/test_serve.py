@@ -76,6 +76,11 @@ def test_a_router_without_replicas_says_how_to_add_one() -> None:
         until(lambda: is_ready(url))
 
 
+def test_a_router_that_discovers_its_replicas_names_where() -> None:
+    with Command("route", "--port", "0", "--discover", "dns:localhost:1") as router:
+        router.wait_for(r"Routing to replicas from dns:localhost:1 by .*: http")
+
+
 def test_keys_come_from_the_configuration_and_the_environment() -> None:
     resolved = resolve(RouterConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b", "PENSTOCK_BACKEND_API_KEY": "c"})
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
