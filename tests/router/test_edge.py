@@ -32,17 +32,6 @@ PIECES = [
 SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=BODY))
 
 
-@pytest.mark.parametrize("what", SMUGGLING)
-def test_a_request_that_two_parsers_could_read_differently_is_refused(
-    router: RunningRouter, backend: Stub, what: str
-) -> None:
-    num_seen = len(backend.seen)
-    answer = exchange(router.port, SMUGGLING[what])
-    assert 400 <= status(answer) <= 505
-    assert b'"error":{"message":' in answer
-    assert len(backend.seen) == num_seen
-
-
 def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: RunningRouter, backend: Stub) -> None:
     """Java's own client offers h2c with every request. Cut into two pieces it is refused, and never becomes a second one."""
     offer = (b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA", b"content-length: 16")
