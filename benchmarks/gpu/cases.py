@@ -14,10 +14,10 @@ from tests.support.twins.experts import fused_experts
 from penstock.executor.kernels import (
     NO_NORMS,
     Activation,
+    Fp8Rows,
     HeadNorms,
     InputOps,
     KeyStore,
-    Narrow,
     Ops,
     Rotation,
     SamplingOps,
@@ -226,7 +226,7 @@ def block_cases(kit: Kit) -> Iterator[Case]:
             return [total, *map(eight_bits.widen_rows, quantized)]
 
         def multiply(kernels: Kernels, x: Any = x) -> torch.Tensor:
-            return kernels.ops.linear(Narrow(eight_bits.quantize(x), kit.dtype), Weight(BLOCKS, weight, scales))
+            return kernels.ops.linear(Fp8Rows(eight_bits.quantize(x), kit.dtype), Weight(BLOCKS, weight, scales))
 
         yield Case(f"quantize {rows} rows", quantize, 2e-2)
         yield Case(f"eight-bit product of {rows} rows", multiply)

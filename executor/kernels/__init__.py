@@ -76,14 +76,14 @@ class NormedRows(NamedTuple):
         return self.update.dtype
 
 
-class Narrow(NamedTuple):
+class Fp8Rows(NamedTuple):
     """FP8 inputs of products that all use FP8; the previous kernel quantized them when it wrote them."""
 
     rows: Quantized
     dtype: torch.dtype  # the dtype before quantization, and that of the products' outputs
 
 
-Rows = Tensor | Narrow | NormedRows  # the possible inputs of a layer's first products
+Rows = Tensor | Fp8Rows | NormedRows  # the possible inputs of a layer's first products
 
 
 class Ops(Protocol):
@@ -107,7 +107,7 @@ class Ops(Protocol):
         """x [T, W], gate [T, W] -> x * sigmoid(gate)"""
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Narrow` rows, the others tensors;
+        """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Fp8Rows` rows, the others tensors;
         one of `Numbers` also `NormedRows`."""
 
     def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:

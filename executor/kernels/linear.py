@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels import Narrow, Ops, Rows
+from penstock.executor.kernels import Fp8Rows, Ops, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
@@ -47,7 +47,7 @@ class Linear:
     def _multiply(self, x: Rows, weight: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(x, Tensor) and weight.format.multiplies_eight_bits:
             assert self._ops.blocks is not None
-            x = Narrow(self._ops.blocks.quantize(x), x.dtype)
+            x = Fp8Rows(self._ops.blocks.quantize(x), x.dtype)
         return self._ops.linear(x, weight, bias)
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,8 +71,8 @@ class Linear:
         return *self.weights[0].kind, self.bias is None
 
     @property
-    def takes_narrow(self) -> bool:
-        """True if the layer multiplies in FP8, and so accepts `Narrow` inputs."""
+    def takes_fp8(self) -> bool:
+        """True if the layer multiplies in FP8, and so accepts `Fp8Rows` inputs."""
         return len(self.weights) == 1 and self.weights[0].format.multiplies_eight_bits
 
     def tensors(self) -> list[Tensor]:

@@ -166,7 +166,7 @@ def _in_16_bits(scales: Tensor | None) -> Tensor | None:
     if scales is None or scales.dtype is not torch.float32:
         return scales
     candidates = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((narrow for narrow in candidates if torch.equal(narrow.float(), scales)), None)
+    return next((converted for converted in candidates if torch.equal(converted.float(), scales)), None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

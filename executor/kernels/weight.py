@@ -33,7 +33,7 @@ class Format:
     """The layout of a weight's codes, with the operations to slice, dequantize and pack them."""
 
     is_packed: ClassVar[bool] = False  # packed for kernels, and so cannot be sliced any more
-    multiplies_eight_bits: ClassVar[bool] = False  # products take inputs of eight bits (`Narrow`)
+    multiplies_eight_bits: ClassVar[bool] = False  # products take inputs of eight bits (`Fp8Rows`)
     has_lookup: ClassVar[bool] = False  # rows can be looked up in the format that `pack_for_gpu` returns
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import Narrow, NormedRows, Ops, Rows
+from penstock.executor.kernels import Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.models.attention import GroupedAttention, heads_of
@@ -209,7 +209,7 @@ class _Mixer(Protocol):
     """The token mixer of a layer: attention, or a recurrent layer."""
 
     output: Linear
-    takes_narrow: bool
+    takes_fp8: bool
     takes_normed: bool
 
     def attend(self, hidden: Rows, batch: ForwardBatch, pages: Any) -> Tensor: ...
@@ -347,7 +347,7 @@ class _Layer:
         if part.takes_normed and 0 < len(update) <= most and adapters is None:
             rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
             return rows, rows.total
-        if blocks is None or not part.takes_narrow or adapters is not None:  # adapters read unquantized rows
+        if blocks is None or not part.takes_fp8 or adapters is not None:  # adapters read unquantized rows
             return self._ops.add_rms_norm(update, residual, weight, eps)
-        narrow, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
-        return Narrow(narrow, residual.dtype), residual
+        quantized, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
+        return Fp8Rows(quantized, residual.dtype), residual

@@ -45,7 +45,7 @@ class LatentAttention:
             self._down = weights.linear(hidden, q_latents, latents)
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
             self._q = weights.linear(sizes.q_rank, Matrix(f"{prefix}q_b_proj", q_width, "rows", heads))
-        self.takes_narrow = self._down.takes_narrow
+        self.takes_fp8 = self._down.takes_fp8
         self.takes_normed = False
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)

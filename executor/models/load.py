@@ -222,8 +222,8 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
     return "MXFP4"
 
 
-def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
-    sizes, widened = weights.linear_maker.num_bytes, f"{narrow} weights as {str(dtype).removeprefix('torch.')}"
+def _memory(weights: Weights, dtype: torch.dtype, stored: str) -> dict[str, int]:
+    sizes, widened = weights.linear_maker.num_bytes, f"{stored} weights as {str(dtype).removeprefix('torch.')}"
     parts = {widened: sizes["widened"], "weights as codes": sizes["codes"]}
     return {"weights": sizes["numbers"] - sizes["widened"]} | {name: size for name, size in parts.items() if size}
 

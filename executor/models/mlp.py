@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Narrow, Ops, Rows
+from penstock.executor.kernels import Fp8Rows, Ops, Rows
 from penstock.executor.kernels.linear import Linear, multiply_each
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Matrix, Split, Weights
@@ -32,7 +32,7 @@ class Mlp:
         self.gate_up = weights.linear(hidden, gate, up)
         self.down = weights.linear(size, Matrix(prefix + projections[2], hidden, columns, has_bias=has_bias))
         self._activation, self._ops = spec.activation, ops
-        self.takes_narrow = self.gate_up.takes_narrow
+        self.takes_fp8 = self.gate_up.takes_fp8
         self.takes_normed = self.gate_up.plain is not None and self.gate_up.bias is None
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
@@ -46,11 +46,11 @@ class Mlp:
             adapters.add(self.down.number, gated, out := self.down(gated))
             return out
         if (weight := layer.plain) is not None and layer.bias is None:
-            assert not isinstance(hidden, Narrow)
+            assert not isinstance(hidden, Fp8Rows)
             return self.down(self._ops.gated_linear(hidden, weight, self._activation))
         gate_up = layer(hidden)
-        if self._quantize is not None and self.down.takes_narrow:
-            return self.down(Narrow(self._quantize(gate_up), gate_up.dtype))
+        if self._quantize is not None and self.down.takes_fp8:
+            return self.down(Fp8Rows(self._quantize(gate_up), gate_up.dtype))
         return self.down(self._ops.gate(gate_up, self._activation))
 
     @staticmethod
@@ -71,7 +71,7 @@ class Mlp:
 class PlainMlp:
     """An MLP without a gate: a projection, ReLU, and a projection back."""
 
-    takes_narrow = takes_normed = False
+    takes_fp8 = takes_normed = False
 
     def __init__(self, spec: DecoderSpec, prefix: str, weights: Weights) -> None:
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias

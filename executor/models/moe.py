@@ -31,7 +31,7 @@ U32 = 0xFFFF_FFFF
 
 
 class MoeMlp:
-    takes_narrow = False  # the router needs unquantized inputs
+    takes_fp8 = False  # the router needs unquantized inputs
     takes_normed = False
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:

@@ -34,7 +34,7 @@ class DeltaNet:
             joined = Matrix(f"{prefix}in_proj_qkv", channels, "rows", sections)
             self.input = weights.linear(hidden, joined, Matrix(f"{prefix}in_proj_z", values, "rows"))
             gates = weights.linear(hidden, *(Matrix(f"{prefix}in_proj_{part}", num, "rows") for part in "ba"))
-        self.takes_narrow, self.takes_normed = self.input.takes_narrow and gates.takes_narrow, False
+        self.takes_fp8, self.takes_normed = self.input.takes_fp8 and gates.takes_fp8, False
         self.layer = DeltaLayer(gates, _taps(weights, f"{prefix}conv1d.weight", channels, delta.taps, sections), heads)
         self.output = weights.linear(values, Matrix(f"{prefix}out_proj", hidden, "columns"))
 
@@ -57,7 +57,7 @@ class Mamba:
         sizes = zip(("c", "b", "x", "z", "dt"), rows, units, strict=True)
         matrices = [Matrix(f"{prefix}{part}_proj", size, "rows", of, mamba.bias) for part, size, of in sizes]
         self._input = weights.linear(spec.hidden_size, *matrices)
-        self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
+        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.plain is not None
         convs = [(f"{prefix}{part}_conv", size, of) for part, size, of in zip("cbx", rows, units, strict=False)]
         self._taps = torch.cat([_taps(weights, f"{name}.weight", size, mamba.taps, of) for name, size, of in convs], 1)
         biases = [weights.float32(f"{name}.bias", (size,), "rows", of) for name, size, of in convs if mamba.conv_bias]
@@ -100,7 +100,7 @@ class ShortConv:
         self._ops, width = ops, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
         self._input = weights.linear(width, Matrix(f"{prefix}in_proj", 3 * width, "rows", (width,) * 3, conv.bias))
-        self.takes_narrow, self.takes_normed = self._input.takes_narrow, self._input.plain is not None
+        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.plain is not None
         self._taps = _taps(weights, f"{prefix}conv.weight", width, conv.taps, (width,))
         self._bias = weights.float32(f"{prefix}conv.bias", (width,), "rows") if conv.bias else None
         self.output = weights.linear(width, Matrix(f"{prefix}out_proj", width, "columns", has_bias=conv.bias))

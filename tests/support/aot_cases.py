@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, KeyStore, LatentStore, Narrow, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, Fp8Rows, KeyStore, LatentStore, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
@@ -170,7 +170,7 @@ def eight_bits(tokens: int, width: int, depth: int) -> None:
     fp8.silu_mul_quantize(torch.zeros(tokens, 2 * depth, dtype=BF16))
     quantized, _ = fp8.add_rms_norm_quantize(x, x, norm, 1e-6)
     weight = torch.empty(width, depth, dtype=FP8)
-    OPS.linear(Narrow(quantized, BF16), Weight(BLOCKS, weight, torch.zeros(width // 128, depth // 128)))
+    OPS.linear(Fp8Rows(quantized, BF16), Weight(BLOCKS, weight, torch.zeros(width // 128, depth // 128)))
 
 
 def packed(tokens: int, width: int, depth: int, bits: int = 4, group: int = 128, below: Any = None) -> None:

@@ -26,7 +26,7 @@ from penstock.executor.kernels.cuda.tile_order import find_row
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 
-CHUNK = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows
+CHUNK_TOKENS = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows
 SUB = tl.constexpr(16)  # tokens of a chunk's diagonal blocks, which are inverted token by token
 COLUMNS = 64  # state columns per program; half of them where products read registers
 FINISHED = tl.constexpr(16)  # tokens per program of `_finish`
@@ -78,9 +78,9 @@ def delta_rule(
 
         u, w = (room(heads.value_dim), room(heads.key_dim)) if heads.erases else (qkv, qkv)
         made, queries, keys = room(heads.value_dim, torch.float32), room(heads.key_dim), room(heads.key_dim)
-        prepared = w, queries, keys, room(CHUNK.value), room(1, torch.float32)
+        prepared = w, queries, keys, room(CHUNK_TOKENS.value), room(1, torch.float32)
         for kind in (True, False) if heads.erases else (False,):  # both at once would not fit into registers
-            _prepare[(count // CHUNK.value + several, num_heads)](
+            _prepare[(count // CHUNK_TOKENS.value + several, num_heads)](
                 *(qkv, gates, heads.rate, heads.shift, norm, u, *prepared, batch.query_starts),
                 *(singles, several),
                 SIZES=sizes,
@@ -175,12 +175,12 @@ def _step(
 
 @triton.jit
 def inverse(lower):
-    """Return the inverse of I + lower, where lower [CHUNK, CHUNK] is strictly lower triangular.
+    """Return the inverse of I + lower, where lower [CHUNK_TOKENS, CHUNK_TOKENS] is strictly lower triangular.
 
     The diagonal blocks are inverted token by token, all in parallel, to D. With M = D · (lower without these blocks),
     whose fourth power is zero, the result is (I + M)⁻¹ D = (I - M) (I + M²) D. Powers of `lower` may be huge.
     """
-    PIECES: tl.constexpr = CHUNK // SUB
+    PIECES: tl.constexpr = CHUNK_TOKENS // SUB
     piece, one = tl.arange(0, PIECES), tl.arange(0, SUB)
     is_diagonal = (piece[:, None] == piece[None, :])[:, None, :, None]
     apart = tl.reshape(lower, (PIECES, SUB, PIECES, SUB))
@@ -190,8 +190,8 @@ def inverse(lower):
         is_token = (one == token)[None, :, None]
         row = tl.sum(tl.where(is_token, own, 0.0), 1)  # [PIECES, SUB]
         solved -= tl.where(is_token, tl.sum(row[:, :, None] * solved, 1)[:, None, :], 0.0)
-    diagonal = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    number = tl.arange(0, CHUNK)
+    diagonal = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (CHUNK_TOKENS, CHUNK_TOKENS))
+    number = tl.arange(0, CHUNK_TOKENS)
     rest = tl.where((number[:, None] // SUB) == (number[None, :] // SUB), 0.0, lower)
     identity = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
     m = tl.dot(diagonal, rest, input_precision="tf32")
@@ -220,15 +220,15 @@ def _prepare(
 ):
     """Prepare one head's chunk for `_advance`: u and w if IS_SOLVED, else all other inputs."""
     head = tl.program_id(1)
-    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
+    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK_TOKENS)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
-    if tile * CHUNK >= count:
+    if tile * CHUNK_TOKENS >= count:
         return
-    number = tl.arange(0, CHUNK)
+    number = tl.arange(0, CHUNK_TOKENS)
     i, j = tl.arange(0, block_of(SIZES.key_dim)), tl.arange(0, block_of(SIZES.value_dim))
-    is_token = tile * CHUNK + number < count
-    token = (begin + tile * CHUNK + number).to(tl.int64)
+    is_token = tile * CHUNK_TOKENS + number < count
+    token = (begin + tile * CHUNK_TOKENS + number).to(tl.int64)
     keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
     qkv_ptr += token[:, None] * SIZES.qkv_stride
     q_ptrs = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i[None, :]
@@ -241,7 +241,7 @@ def _prepare(
     decay = tl.where(is_token, tl.load(rate_ptr + head) * step, 0.0)
     left = tl.cumsum(decay, 0)
     vector = token * SIZES.value_heads + head
-    narrow = u_ptr.dtype.element_ty
+    dtype = u_ptr.dtype.element_ty
     place = vector[:, None] * SIZES.key_dim + i[None, :]
     k = tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32)
     if SIZES.erases:
@@ -249,27 +249,29 @@ def _prepare(
     is_past = number[:, None] >= number[None, :]
     since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
     if IS_SOLVED:
-        lower = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since * beta[:, None]
-        solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(narrow)
-        w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
-        tl.store(w_ptr + place, w.to(narrow), mask=is_k)
+        lower = tl.dot(k.to(dtype), tl.trans(k.to(dtype)), input_precision="ieee") * since * beta[:, None]
+        solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(dtype)
+        w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(dtype), input_precision="ieee")
+        tl.store(w_ptr + place, w.to(dtype), mask=is_k)
         v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
-        u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
-        tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
+        u = tl.dot(solved, (v * beta[:, None]).to(dtype), input_precision="ieee")
+        tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(dtype), mask=is_v)
     else:
         SCALE: tl.constexpr = SIZES.key_dim**-0.5
         q = tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32)
         if SIZES.erases:
             q = scale_to_length(q, SCALE)
-        tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
+        tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(dtype), mask=is_k)
         remains = tl.exp(tl.sum(decay, 0) - left)
-        scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
+        scores = tl.dot(q.to(dtype), tl.trans(k.to(dtype)), input_precision="ieee") * since
         if not SIZES.erases:
             remains *= beta
             own = tl.where(number[:, None] == number[None, :], tl.load(skip_ptr + head), 0.0)
             scores = scores * beta[None, :] + own
-        tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
-        tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
+        tl.store(keys_ptr + place, (k * remains[:, None]).to(dtype), mask=is_k)
+        tl.store(
+            scores_ptr + vector[:, None] * CHUNK_TOKENS + number[None, :], scores.to(dtype), mask=is_token[:, None]
+        )
         tl.store(left_ptr + vector, left, mask=is_token)
 
 
@@ -297,7 +299,7 @@ def _advance(
     head, row = tl.program_id(0), first_row + tl.program_id(1)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
-    number = tl.arange(0, CHUNK)
+    number = tl.arange(0, CHUNK_TOKENS)
     i = tl.arange(0, block_of(SIZES.key_dim))
     j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_i, is_j = i < SIZES.key_dim, j < SIZES.value_dim
@@ -306,27 +308,29 @@ def _advance(
     has_state = tl.load(is_new_ptr + row) == 0
     state_ptr = pages_ptr + unit_offset(read_ptr, row, first_unit + 1 + head, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
-    narrow = u_ptr.dtype.element_ty
-    for start in range(0, count, CHUNK):
+    dtype = u_ptr.dtype.element_ty
+    for start in range(0, count, CHUNK_TOKENS):
         is_token = start + number < count
         vector = (begin + start + number).to(tl.int64) * SIZES.value_heads + head
         is_k, is_v = is_token[:, None] & is_i[None, :], is_token[:, None] & is_j[None, :]
         at = vector[:, None] * SIZES.key_dim + i[None, :]
         values = vector[:, None] * SIZES.value_dim + j[None, :]
-        before = state.to(narrow)
+        before = state.to(dtype)
         if SIZES.erases:
             change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
             w = tl.load(w_ptr + at, mask=is_k, other=0.0)
-            change = (change - tl.dot(w, before, input_precision="ieee")).to(narrow)
+            change = (change - tl.dot(w, before, input_precision="ieee")).to(dtype)
         else:
             token = (begin + start + number).to(tl.int64)[:, None] * SIZES.qkv_stride
             first: tl.constexpr = 2 * SIZES.key_heads * SIZES.key_dim
             change = tl.load(u_ptr + token + first + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0)
         out = tl.dot(tl.load(queries_ptr + at, mask=is_k, other=0.0), before, input_precision="ieee")
-        scores = tl.load(scores_ptr + vector[:, None] * CHUNK + number[None, :], mask=is_token[:, None], other=0.0)
+        scores = tl.load(
+            scores_ptr + vector[:, None] * CHUNK_TOKENS + number[None, :], mask=is_token[:, None], other=0.0
+        )
         out = tl.dot(scores, change, out, input_precision="ieee")
         tl.store(made_ptr + values, out, mask=is_v)
-        last = (begin + tl.minimum(start + CHUNK, count) - 1).to(tl.int64) * SIZES.value_heads + head
+        last = (begin + tl.minimum(start + CHUNK_TOKENS, count) - 1).to(tl.int64) * SIZES.value_heads + head
         k = tl.load(keys_ptr + at, mask=is_k, other=0.0)
         state = tl.dot(tl.trans(k), change, state * tl.exp(tl.load(left_ptr + last)), input_precision="ieee")
     kept_ptr = pages_ptr + unit_offset(write_ptr, row, first_unit + 1 + head, UNITS)

@@ -13,7 +13,7 @@ from penstock.executor.kernels import LatentStore
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import layout_of, slot_offset
-from penstock.executor.kernels.cuda.rope_and_store import check_inputs, copy, load_shared, narrow, parts_of
+from penstock.executor.kernels.cuda.rope_and_store import check_inputs, convert, copy, load_shared, parts_of
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
@@ -103,7 +103,7 @@ def _latent_rope(
         is_rank = is_row & (rank < RANK)
         latent = tl.load(key + rank, mask=is_rank, other=0.0)
         y = normalize(latent.to(tl.float32), load_shared(weight_ptr + rank, is_rank), eps, RANK)
-        tl.store(cell + 2 * PARTS.half + rank, narrow(y.to(latent.dtype), cell), mask=is_rank)
+        tl.store(cell + 2 * PARTS.half + rank, convert(y.to(latent.dtype), cell), mask=is_rank)
 
 
 @triton.jit
@@ -117,5 +117,5 @@ def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, PARTS: tl.constexpr
     x, y = tl.split(tl.reshape(pairs.to(tl.float32), [inside.shape[0], inside.shape[1], BLOCK_HALF, 2]))
     cos = load_shared(cos_ptr + half, inside)
     sin = load_shared(sin_ptr + half, inside)
-    tl.store(goal + half, narrow((x * cos - y * sin).to(pairs.dtype), goal), mask=inside)
-    tl.store(goal + PARTS.half + half, narrow((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)
+    tl.store(goal + half, convert((x * cos - y * sin).to(pairs.dtype), goal), mask=inside)
+    tl.store(goal + PARTS.half + half, convert((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)

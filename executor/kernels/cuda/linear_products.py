@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Narrow, Quantized, Rows
+from penstock.executor.kernels import Fp8Rows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
@@ -37,7 +37,7 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
     is_fixed: every output is summed in an order that does not depend on the other rows. The depth is split by the
     weight's shape. With few rows each split has its own program, so that all read at once; with many rows one program
     computes all of them. Small and large tiles use the same tensor core instruction."""
-    if isinstance(x, Narrow):
+    if isinstance(x, Fp8Rows):
         assert weight.format is BLOCKS and weight.scales is not None
         values, dtype = x.rows[0], x.dtype
         if values.is_cuda and not is_fixed and is_cublas(len(values), len(weight.codes)):

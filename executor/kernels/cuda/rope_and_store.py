@@ -161,10 +161,10 @@ def _rotate(source, goal, mask, tables, weight_ptr, eps, PARTS: tl.constexpr, NO
     if PARTS.half > 0:
         cos = load_shared(cos_ptr + first, inside)
         sin = load_shared(sin_ptr + first, inside)
-        tl.store(goal + first, narrow((x * cos - y * sin).to(dtype), goal), mask=inside)
-        tl.store(goal + PARTS.half + first, narrow((y * cos + x * sin).to(dtype), goal), mask=inside)
+        tl.store(goal + first, convert((x * cos - y * sin).to(dtype), goal), mask=inside)
+        tl.store(goal + PARTS.half + first, convert((y * cos + x * sin).to(dtype), goal), mask=inside)
     if PARTS.dim > 2 * PARTS.half:
-        tl.store(goal + rest, narrow(z.to(dtype), goal), mask=is_rest)
+        tl.store(goal + rest, convert(z.to(dtype), goal), mask=is_rest)
 
 
 @triton.jit
@@ -187,11 +187,11 @@ def load_shared(ptrs, mask):
 
 @triton.jit
 def copy(source, goal, mask):
-    tl.store(goal, narrow(tl.load(source, mask=mask, other=0.0), goal), mask=mask)
+    tl.store(goal, convert(tl.load(source, mask=mask, other=0.0), goal), mask=mask)
 
 
 @triton.jit
-def narrow(x, goal):
+def convert(x, goal):
     """Convert to the dtype that `goal` points to. For FP8, values beyond the limit are clamped to it, and NaN stays
     NaN."""
     if goal.dtype.scalar.element_ty == tl.float8e4nv:

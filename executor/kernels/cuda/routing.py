@@ -18,7 +18,7 @@ from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.moe_spec import MoeSpec
 
 TOKENS = tl.constexpr(4)  # tokens per program of `_choose`: one for each warp
-CHUNK = 512  # entries per program
+CHUNK_ENTRIES = 512  # entries per program
 CHUNKS_AT_ONCE = 8
 PAIRS = 8192  # (entry, slot) pairs that a program compares at once
 
@@ -63,9 +63,9 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
     ids = torch.empty(num_tiles * rows, dtype=torch.int32, device=slots.device)
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=slots.device)
     bins = max(16, power_of_2(num_slots))
-    chunks = max(1, triton.cdiv(entries, CHUNK))
+    chunks = max(1, triton.cdiv(entries, CHUNK_ENTRIES))
     counts = tiles  # a placeholder that is not read
-    given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK": CHUNK}
+    given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK_ENTRIES": CHUNK_ENTRIES}
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
         _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
@@ -189,11 +189,11 @@ def _count(
     first,
     NUM_SLOTS: tl.constexpr,
     BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK_ENTRIES: tl.constexpr,
 ):
     """Count the entries of each slot in a chunk."""
     wait_and_allow_next()
-    entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    entry = tl.program_id(0) * CHUNK_ENTRIES + tl.arange(0, CHUNK_ENTRIES)
     slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
     counts = tl.histogram(tl.maximum(slot, 0), BINS, mask=ours)
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
@@ -211,7 +211,7 @@ def _scatter_entries(
     num_chunks,
     NUM_SLOTS: tl.constexpr,
     BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK_ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PART: tl.constexpr,
@@ -225,7 +225,7 @@ def _scatter_entries(
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
     if IS_ALONE:
-        slots, are_ours = load_slots(slots_ptr, tl.arange(0, CHUNK), entries, first, NUM_SLOTS)
+        slots, are_ours = load_slots(slots_ptr, tl.arange(0, CHUNK_ENTRIES), entries, first, NUM_SLOTS)
         total += tl.histogram(tl.maximum(slots, 0), BINS, mask=are_ours)
     else:
         for start in range(0, num_chunks, AT_ONCE):
@@ -237,8 +237,8 @@ def _scatter_entries(
     tiles = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
     place = (ends - tiles) * ROWS + before  # position of each slot's next entry
-    for start in range(0, tl.minimum(CHUNK, entries - chunk * CHUNK), PART):
-        entry = chunk * CHUNK + start + tl.arange(0, PART)
+    for start in range(0, tl.minimum(CHUNK_ENTRIES, entries - chunk * CHUNK_ENTRIES), PART):
+        entry = chunk * CHUNK_ENTRIES + start + tl.arange(0, PART)
         slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
         is_slot = (slot[:, None] == bins[None, :]).to(tl.int32)
         places = tl.sum(is_slot * (place[None, :] + tl.cumsum(is_slot, 0) - 1), 1)

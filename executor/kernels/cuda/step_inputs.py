@@ -9,14 +9,14 @@ from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.state import HEADER, OPTIONS, PackedStep, StateLayout
 
-CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
+PER_PROGRAM = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
 ROWS_AT, PER_SLOT = tl.constexpr(HEADER), tl.constexpr(OPTIONS)
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
     _assert_numbers(packed, state)
     assert num_runs > 0 and longest > 0 and 0 <= first <= len(packed) - 3 * num_runs
-    _apply_runs[num_runs, triton.cdiv(longest, CHUNK.value)](packed, state, first)
+    _apply_runs[num_runs, triton.cdiv(longest, PER_PROGRAM.value)](packed, state, first)
 
 
 def prepare(
@@ -44,7 +44,7 @@ def prepare(
         top_k=empty(int32, rows),
         seeds=empty(int64, rows),
     )
-    _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK.value)](
+    _prepare[rows, triton.cdiv(max(longest, table_width), PER_PROGRAM.value)](
         *(packed, state, *made),
         *(rows, table_width, layout.width, layout.blocks_at, layout.max_blocks, layout.options_at, layout.spare),
         PAGE=layout.block_size,
@@ -65,7 +65,7 @@ def _apply_runs(packed_ptr, state_ptr, first):
     to = tl.load(run_ptr)
     source = tl.load(run_ptr + 1)
     length = tl.load(run_ptr + 2)
-    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     numbers = tl.load(packed_ptr + source + place, mask=place < length, other=0)
     tl.store(state_ptr + to + place, numbers, mask=place < length)
 
@@ -96,7 +96,7 @@ def _prepare(
 ):
     """Gather the inputs of one row: a chunk of its tokens and of its block table per program."""
     row = tl.program_id(0)
-    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     is_real = row < tl.load(packed_ptr)
     begin = tl.load(packed_ptr + ROWS_AT + row)
     count = tl.load(packed_ptr + ROWS_AT + row + 1) - begin

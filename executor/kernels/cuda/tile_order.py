@@ -17,7 +17,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import Tile
 from penstock.executor.kernels.state import MAX_SEVERAL
 
-CHUNK = tl.constexpr(128)  # rows per step of the kernel that orders tiles
+ROWS_AT_ONCE = tl.constexpr(128)  # rows per step of the kernel that orders tiles
 
 
 def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: int, tile: Tile) -> Tensor:
@@ -111,8 +111,8 @@ def _order(
             return
     cost = (context - count) * PER_TOKEN + (tile + 1) * ROWS
     rank = 0
-    for start in range(0, num_rows, CHUNK):
-        other = first_row + start + tl.arange(0, CHUNK)
+    for start in range(0, num_rows, ROWS_AT_ONCE):
+        other = first_row + start + tl.arange(0, ROWS_AT_ONCE)
         inside = other < first_row + num_rows
         begins = tl.load(starts_ptr + other, mask=inside, other=0)
         counts = tl.load(starts_ptr + other + 1, mask=inside, other=0) - begins

@@ -64,15 +64,15 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
     """rows: (token, head) pairs, of one token if is_single; columns: positions per step."""
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
-    is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
+    is_wide, has_fp8_pages = current_card().has_wide_products, page_itemsize == 1
     # FP8 values pass through registers on their way to a product, and many rows leave none for them.
     # Two stages leave no copy in flight while a block is computed.
     stages = 3 if current_card().shared_bytes > 100 << 10 else 2
     if not is_single:
-        if is_narrow or current_card().capability[0] != 9:  # spills, or takes too much shared memory
+        if has_fp8_pages or current_card().capability[0] != 9:  # spills, or takes too much shared memory
             stages = 2
-        return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, stages)
-    if is_narrow:
+        return Tile(64 if is_wide and not has_fp8_pages else 32, 32 if is_wide or not has_fp8_pages else 16, 8, stages)
+    if has_fp8_pages:
         return Tile(16, 32, 8, stages)
     if num_heads > 16:
         return Tile(32, 32, 8, stages)

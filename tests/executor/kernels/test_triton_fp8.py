@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.executor.kernels import Narrow, Quantized, eight_bits
+from penstock.executor.kernels import Fp8Rows, Quantized, eight_bits
 from penstock.executor.kernels.cuda import fp8, linear_products, tiles
 from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight
@@ -51,7 +51,7 @@ def test_the_product_equals_the_twin(
     _, weight, weight_scales = quantized_weight(200, 384)
     x = eight_bits_twin.quantize(random(rows, 384))
     moved_weight = Weight(BLOCKS, weight.to(device), weight_scales.to(device))
-    actual = linear_products.linear(Narrow(moved(x, device), torch.float32), moved_weight)
+    actual = linear_products.linear(Fp8Rows(moved(x, device), torch.float32), moved_weight)
     expected = eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32)
     if device.type == "cpu":
         close(actual, expected)
@@ -99,7 +99,7 @@ def test_many_tokens_go_through_cublas(
     if device.type == "cpu":
         actual = linear_products.scaled_mm(*factors, torch.bfloat16)
     else:
-        actual = linear_products.linear(Narrow(factors[0], torch.bfloat16), Weight(BLOCKS, *factors[1:]))
+        actual = linear_products.linear(Fp8Rows(factors[0], torch.bfloat16), Weight(BLOCKS, *factors[1:]))
     assert actual.shape == (rows, 256)
     close(actual, eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
 

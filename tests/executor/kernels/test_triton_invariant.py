@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from penstock.executor.kernels import NO_EXTRAS, Narrow, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, Fp8Rows, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
@@ -179,7 +179,7 @@ def test_products_of_eight_bits(device: torch.device) -> None:
     _, weight, scales = (each.to(device) for each in quantized_weight(200, 384))
     x = random(150, 384, dtype=torch.bfloat16).to(device)
     narrow = Weight(BLOCKS, weight, scales)
-    alike(lambda rows: OPS.linear(Narrow(fp8.quantize(rows), torch.bfloat16), narrow), x, (1, 17, 65))
+    alike(lambda rows: OPS.linear(Fp8Rows(fp8.quantize(rows), torch.bfloat16), narrow), x, (1, 17, 65))
 
 
 @pytest.mark.slow_in_interpreter

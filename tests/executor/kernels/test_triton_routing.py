@@ -51,7 +51,7 @@ def test_entries_lie_by_slot_and_in_their_order(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, entries: int, first: int, num_slots: int
 ) -> None:
     """In one chunk of 32, and in several; in four parts of a chunk; in more tiles than a program compares at once."""
-    monkeypatch.setattr(routing, "CHUNK", 32)
+    monkeypatch.setattr(routing, "CHUNK_ENTRIES", 32)
     monkeypatch.setattr(routing, "CHUNKS_AT_ONCE", 2)
     monkeypatch.setattr(routing, "PAIRS", 8 * 32)
     slots = torch.randint(20, (entries, 1), generator=torch.Generator().manual_seed(entries))

@@ -15,10 +15,10 @@ from penstock.executor.kernels import (
     NO_EXTRAS,
     Activation,
     BlockOps,
+    Fp8Rows,
     FusedExperts,
     KeyStore,
     LatentStore,
-    Narrow,
     NormedRows,
     Pages,
     Rows,
@@ -58,9 +58,9 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     sin = rotation.sin.index_select(0, rotation.positions).unsqueeze(1)
     page = k_pages.shape[1]
     blocks, offsets = kv_slots // page, kv_slots % page
-    k_pages[blocks, offsets] = _narrow(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
+    k_pages[blocks, offsets] = _convert(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
     if v is not None:
-        v_pages[blocks, offsets] = _narrow(v, v_pages.dtype).flatten(1)
+        v_pages[blocks, offsets] = _convert(v, v_pages.dtype).flatten(1)
     return _rotate(q, cos, sin)
 
 
@@ -75,7 +75,7 @@ def latent_rope_and_store(
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
 
 
-def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Eight-bit pages take what they can hold, never infinity or NaN for it."""
     if dtype == x.dtype:
         return x
@@ -212,7 +212,7 @@ def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def linear(x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if isinstance(x, Narrow):
+    if isinstance(x, Fp8Rows):
         assert weight.scales is not None
         product = eight_bits.block_linear(x.rows, weight.codes, weight.scales, x.dtype)
         return product if bias is None else product + bias
