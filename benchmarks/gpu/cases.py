@@ -3,6 +3,7 @@ implementations and the rung that measures them. Their pages, contexts and numbe
 than those of the tests."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from penstock.executor.kernels import (
     ScoreExtras,
 )
 from penstock.executor.kernels.eight_bits import FP8_MAX
+from penstock.executor.kernels.gpu_formats import MXFP4, Packed
 from penstock.executor.kernels.state import OPTIONS, StateLayout
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
 from penstock.executor.kernels.weight import Weight, plain_weight
@@ -206,6 +208,35 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
             read = [tensor for weight in weights for tensor in weight.tensors()]
             num_bytes = slots.unique().numel() * sum(tensor[0].nbytes for tensor in read) + 2 * hidden.nbytes
             yield Case(f"{name}, {tokens} tokens", multiply, 2e-2, num_bytes, 6 * tokens * top_k * width * inner)
+
+
+def coded_cases(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
+    """Yield the MXFP4 experts of gpt-oss-20b, and a layer of Qwen3-8B in four bits."""
+    num, width, rows, depth, top_k = (4, 96, 256, 384, 2) if kit.is_tiny else (32, 2880, 6144, 4096, 4)
+    codes = partial(torch.randint, 256, dtype=torch.uint8, device=kit.device)
+    stacks = [
+        Weight(MXFP4, codes((num, height, width // 2)), codes((num, height, width // 32)) // 64 + 117)
+        for height in (2 * width, width)
+    ]
+    scales = torch.rand(depth // 128, rows, dtype=torch.float16, device=kit.device) / 100
+    layer = Weight(Packed(4, 64), codes((rows, depth // 2)), scales)
+    expert_bytes, layer_bytes = (sum(part.nbytes for part in weight.tensors()) for weight in (stacks[0], layer))
+    for tokens in counts:
+        slots = torch.rand(tokens, num, device=kit.device).topk(top_k).indices
+        shares, x = torch.rand(tokens, top_k, device=kit.device) / 64, kit.random(tokens, depth)
+
+        def multiply_experts(kernels: Kernels, slots: Any = slots, shares: Any = shares, x: Any = x) -> torch.Tensor:
+            assert kernels.ops.fused_experts is not None
+            return kernels.ops.fused_experts(x[:, :width].contiguous(), slots, shares, *stacks, 0, "clamped_swish")
+
+        def multiply(kernels: Kernels, x: Any = x) -> torch.Tensor:
+            return kernels.ops.linear(x, layer)
+
+        num_bytes = 1.5 * expert_bytes * slots.unique().numel() / num + 2 * tokens * width * kit.dtype.itemsize
+        operations = 6 * tokens * top_k * width * width
+        yield Case(f"MXFP4 experts, {tokens} tokens", multiply_experts, 2e-2, num_bytes, operations)
+        num_bytes = layer_bytes + tokens * (rows + depth) * kit.dtype.itemsize
+        yield Case(f"four-bit product of {tokens} rows", multiply, 2e-2, num_bytes, 2 * tokens * rows * depth)
 
 
 def block_cases(kit: Kit) -> Iterator[Case]:

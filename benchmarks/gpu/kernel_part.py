@@ -57,6 +57,7 @@ def table(kit: Kit) -> Iterator[Case]:
     yield from cases.row_cases(kit, 4096)
     yield from cases.rope_cases(kit, 4096)
     yield from cases.experts(kit, (1, 4) if kit.is_tiny else (1, 32, 256, 4096))
+    yield from cases.coded_cases(kit, (1, 4) if kit.is_tiny else (1, 32, 256, 512, 4096))
     yield from cases.sampling_cases(kit)
 
 

@@ -101,6 +101,10 @@ def latent_cases(kit: Kit) -> Iterator[Case]:
         yield from cases.latents(kit, f"latents, {heads} heads", [*decodes(kit), *chunks(kit)[:1]], heads)
 
 
+def coded_cases(kit: Kit) -> Iterator[Case]:
+    yield from cases.coded_cases(kit, (1, 20) if kit.is_tiny else (1, 32, 256, 509, 4096))
+
+
 def expert_cases(kit: Kit, counts: tuple[int, ...], tiny: tuple[int, ...]) -> Iterator[Case]:
     yield from cases.experts(kit, tiny if kit.is_tiny else counts)
 
@@ -109,5 +113,5 @@ MAKERS: tuple[Callable[[Kit], Iterator[Case]], ...] = (
     *(decode_cases, chunk_cases, other_head_cases, latent_cases, cases.expanded_cases),
     *(partial(cases.rope_cases, num_tokens=1001), partial(cases.row_cases, num_rows=509)),
     *(partial(expert_cases, counts=(1, 32), tiny=(1, 9)), partial(expert_cases, counts=(509, 4096), tiny=(40,))),
-    *(cases.block_cases, cases.sampling_cases, cases.input_cases),
+    *(coded_cases, cases.block_cases, cases.sampling_cases, cases.input_cases),
 )

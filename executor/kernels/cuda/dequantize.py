@@ -9,7 +9,10 @@ instead of the numbers.
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.gpu_formats import MXFP4_BLOCK
+
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums
+MX_BLOCK = tl.constexpr(MXFP4_BLOCK)
 MAX_SCALED_ROWS = tl.constexpr(32)  # of tiles whose sums are scaled
 
 
@@ -27,6 +30,16 @@ def load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr
     if SPEC.has_zeros:
         zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
     return scales, zeros
+
+
+@triton.jit
+def load_exponents(exponents_ptr, start, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+    """Load the exponents of MXFP4 for a step from input `start` on, [blocks, columns], in place of scales and zeros."""
+    block = start // MX_BLOCK + tl.arange(0, SPEC.step // MX_BLOCK)
+    at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block[:, None]
+    is_block = (block < SPEC.depth // MX_BLOCK)[:, None] & (column < SPEC.width)[None, :]
+    exponents = tl.load(exponents_ptr + at, mask=is_block, other=0)
+    return exponents, exponents
 
 
 @triton.constexpr_function

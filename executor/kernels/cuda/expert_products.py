@@ -15,7 +15,7 @@ from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.routing import load_slots, sort_entries
-from penstock.executor.kernels.cuda.tiles import expert_tile
+from penstock.executor.kernels.cuda.tiles import expert_splits, expert_tile
 from penstock.executor.kernels.eight_bits import are_quantized, make_quantized
 from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight
@@ -47,7 +47,9 @@ def fused_experts(
     is_coded = gate_up.format.is_packed or down.format.is_packed
     tile = expert_tile(entries, num_slots, x[0].element_size(), is_coded, is_fixed)
     order = sort_entries(slots, num_slots, first, tile.rows)
-    parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
+    splits = expert_splits(entries, width, inner) if is_coded and not is_fixed and hidden.itemsize < 4 else 1
+    dtype = hidden.dtype if splits == 1 else torch.float32
+    parts = torch.empty((splits, entries, width), dtype=dtype, device=hidden.device)
     multiply(
         *(x, gate_up, inside, tile),
         bias=biases[0],
@@ -56,23 +58,25 @@ def fused_experts(
         entries_per_row=slots.shape[1],
         like=hidden,
     )
-    multiply(inside, down, (parts, None), tile, order=order, bias=biases[1])
-    return weighted_sum(parts, slots, shares, num_slots, first, added)
+    multiply(inside, down, (parts, None), tile, order=order, bias=biases[1], splits=splits)
+    return weighted_sum(parts, slots, shares, num_slots, first, added, hidden.dtype)
 
 
 def weighted_sum(
-    parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None
+    parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    (tokens, top_k), width = slots.shape, parts.shape[1]
+    """Return the sum of each token's parts [splits, T * k, width], each by its share, and of `added`."""
+    (tokens, top_k), (splits, _, width) = slots.shape, parts.shape
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
-    out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
+    out = torch.empty((tokens, width), dtype=dtype, device=parts.device)
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK.value))](
         *(parts, slots, shares, parts if added is None else added, out),
         *(slots.numel(), first),
         WIDTH=width,
         TOP_K=top_k,
         NUM_SLOTS=num_slots,
+        SPLITS=splits,
         ADDS=added is not None,
         num_warps=4,
     )
@@ -91,6 +95,7 @@ def _add_shares(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     ADDS: tl.constexpr,
 ):
     """Add up the weighted outputs of a token's entries on this rank, in the order of its top-k choice."""
@@ -102,7 +107,10 @@ def _add_shares(
     for choice in tl.static_range(TOP_K):
         entry = token * TOP_K + choice
         _, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
-        part = tl.load(parts_ptr + entry.to(tl.int64) * WIDTH + column, mask=inside & ours, other=0.0).to(tl.float32)
+        part = tl.zeros([SUM_BLOCK], tl.float32)
+        for split in tl.static_range(SPLITS):
+            part_ptrs = parts_ptr + (split * entries + entry).to(tl.int64) * WIDTH + column
+            part += tl.load(part_ptrs, mask=inside & ours, other=0.0).to(tl.float32)
         total += part * tl.load(shares_ptr + entry)
     row = token.to(tl.int64) * WIDTH + column
     if ADDS:

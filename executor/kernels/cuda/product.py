@@ -22,6 +22,7 @@ from penstock.executor.kernels.cuda.dequantize import (
     add_groups,
     dequantize_mxfp4,
     half_groups,
+    load_exponents,
     load_scales,
 )
 from penstock.executor.kernels.cuda.launch import kernel
@@ -34,7 +35,9 @@ from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
 from penstock.executor.kernels.weight import Weight
 
 Scaled = tuple[Tensor, Tensor | None]  # rows, and their scales if they are FP8
-GROUP, MX_BLOCK = tl.constexpr(BLOCK), tl.constexpr(MXFP4_BLOCK)
+GROUP = tl.constexpr(BLOCK)
+# Inputs of 16 bits per step in tiles of few rows: a tile of 32 columns then has 16 bytes of codes for each thread.
+MXFP4_STEP = 128
 TOGETHER = tl.constexpr(8)  # row tiles that read a weight side by side, so that it is read from memory once for all
 
 
@@ -107,7 +110,7 @@ def multiply(
     together = max(1, min(TOGETHER.value, down))
     grid = together, across, triton.cdiv(down, together) * (1 if in_order else splits)
     if order is not None:
-        grid = across, len(order.tiles), 1
+        grid = across, len(order.tiles), 1 if in_order else splits
     if 0 in grid:
         return
     optional = x_scales, scales, zeros, bias, like, y_scales
@@ -116,12 +119,12 @@ def multiply(
         *((codes, codes) if order is None else order),
         len(values),
         *(0 if part is None else part.stride(1) for part in (x_scales, y_scales)),
-        SPEC=_with_layout(spec, weight),
+        SPEC=_with_layout(spec, weight, tile),
         **tile.constants(),
     )
 
 
-def _with_layout(spec: ProductSpec, weight: Weight) -> ProductSpec:
+def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
     """Add the layout of codes and scales."""
     form, codes, scales = weight[:3]
     if scales is not None:
@@ -131,7 +134,8 @@ def _with_layout(spec: ProductSpec, weight: Weight) -> ProductSpec:
         assert spec.activation is None or spec.width % BLOCK == 0
         spec = spec._replace(kind="blocks", scales_stride=scales.stride(-2))
     elif form is MXFP4:
-        spec = spec._replace(kind="mxfp4", per_byte=2, half=MXFP4_BLOCK // 2)
+        step = MXFP4_STEP if spec.step == 64 and tile.rows <= MAX_SCALED_ROWS.value else spec.step
+        spec = spec._replace(kind="mxfp4", per_byte=2, half=MXFP4_BLOCK // 2, step=step)
     elif isinstance(form, Packed):
         assert scales is not None
         per_byte, group = 8 // form.bits, spec.depth // scales.shape[-2]
@@ -185,7 +189,7 @@ def _multiply(
     weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, bias_ptr), slot, across * COLUMNS, SPEC)
     column = across * COLUMNS + tl.arange(0, COLUMNS)
     acc, up = _sum_splits(x, weight, column, split, SPEC)
-    acc = _finish(acc, up, weight[3] + column, column < SPEC.width, SPEC)
+    acc = _finish(acc, up, weight[3] + column, column < SPEC.width, split, SPEC)
     y_ptrs = y_ptr + (split.to(tl.int64) * rows + entry)[:, None] * SPEC.width + column[None, :]
     if SPEC.quantizes:  # the columns of a tile are one quantization group
         values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
@@ -246,12 +250,14 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
     is_deep = first >= 0
     # The scales of a group that spans whole steps are loaded a step ahead, so that no product waits for them. In tiles of
     # few rows, zeros loaded ahead would have to change their layout in every step, which takes longer than waiting.
+    # Exponents are loaded ahead only there: larger tiles have no registers left for them, nor do tiles with a gate.
     IS_LARGE: tl.constexpr = is_row.shape[0] > MAX_SCALED_ROWS
-    IS_GROUP_LONG: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0 and SPEC.activation is None
-    AHEAD: tl.constexpr = IS_GROUP_LONG and (IS_LARGE or not SPEC.has_zeros)
+    IS_GROUP_LONG: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0
+    IS_FREE: tl.constexpr = (IS_LARGE or not SPEC.has_zeros) if IS_GROUP_LONG else SPEC.kind == "mxfp4" and not IS_LARGE
+    AHEAD: tl.constexpr = IS_FREE and SPEC.activation is None
     scales = column, column
     if AHEAD:
-        scales = load_scales(weight, begin * SPEC.step, column, 0, 1, SPEC)
+        scales = _load_scales(weight, begin * SPEC.step, column, 0, 0, SPEC)
     acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
     up = acc
     for step in range(begin, end):
@@ -264,13 +270,14 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         x_scale = tl.full([is_row.shape[0]], 1.0, tl.float32)
         if SPEC.is_quantized:
             x_scale = tl.load(x_scale_ptrs + start // GROUP * x_scales_stride, mask=is_row, other=0.0)
-        codes = _load_codes(ptrs + ahead * BYTES, weight[1], step, is_deep, column, 0, SPEC)
+        is_code = is_deep[:, None] & (column < SPEC.width)[None, :]
+        codes = load_inside(ptrs + ahead * BYTES, is_code, SPEC.is_whole)
         if SPEC.activation is not None:
             up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
-            up_codes = _load_codes(up_ptrs, weight[1], step, is_deep, column, SPEC.width, SPEC)
+            up_codes = load_inside(up_ptrs, is_code, SPEC.is_whole)
         current = scales
         if AHEAD:
-            scales = load_scales(weight, start + SPEC.step, column, 0, 1, SPEC)
+            scales = _load_scales(weight, start + SPEC.step, column, 0, 0, SPEC)
         for half in tl.static_range(PER_BYTE):
             rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
             acc = _add_product(acc, rows, x_scale, codes, half, weight, current, start, column, 0, AHEAD, SPEC)
@@ -285,10 +292,11 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, up, bias_ptrs, is_column, SPEC: tl.constexpr):
-    """Add the bias, except to one split of several, and apply the gate."""
+def _finish(acc, up, bias_ptrs, is_column, split, SPEC: tl.constexpr):
+    """Add the bias, to the first of an expert's splits and to none of a linear layer's, and apply the gate."""
     ACTIVATION: tl.constexpr = SPEC.activation
-    if SPEC.is_biased and (SPEC.splits == 1 or SPEC.in_order):
+    if SPEC.is_biased and (SPEC.splits == 1 or SPEC.in_order or SPEC.is_sorted):
+        is_column = is_column & (split == 0)
         acc += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION is not None:
             up += tl.load(bias_ptrs + SPEC.width, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -298,18 +306,14 @@ def _finish(acc, up, bias_ptrs, is_column, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(ptrs, scales_ptr, step, is_deep, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
-    """Load the codes of a step [bytes, columns] from row SHIFT of the weight on; of MXFP4, with their exponents."""
-    IS_WHOLE: tl.constexpr = SPEC.is_whole
-    mask = is_deep[:, None] & (column < SPEC.width)[None, :]
-    codes = load_inside(ptrs, mask, IS_WHOLE)
-    exponents = codes
+def _load_scales(weight, start, column, half: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+    """Load the scales and zeros for half of a step, or the exponents for all of it."""
     if SPEC.kind == "mxfp4":
-        block = step * (SPEC.step // MX_BLOCK) + tl.arange(0, SPEC.step // MX_BLOCK)
-        at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block[:, None]
-        is_block = (block < SPEC.depth // MX_BLOCK)[:, None] & (column < SPEC.width)[None, :]
-        exponents = load_inside(scales_ptr + at, is_block, IS_WHOLE)
-    return codes, exponents
+        scales = load_exponents(weight[1], start, column, SHIFT, SPEC)
+    else:
+        GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
+        scales = load_scales(weight, start + half * SPEC.half, column, SHIFT, GROUPS, SPEC)
+    return scales
 
 
 @triton.jit
@@ -317,7 +321,7 @@ def _add_product(
     acc,
     x,
     x_scale,
-    loaded,
+    codes,
     half: tl.constexpr,
     weight,
     scales,
@@ -328,7 +332,6 @@ def _add_product(
     SPEC: tl.constexpr,
 ):
     """Add the product of x with the numbers in one half of the loaded bytes. AHEAD: `scales` are loaded."""
-    codes, exponents = loaded
     scales_ptr = weight[1]
     if SPEC.kind == "blocks":  # a step lies in one block: its product is scaled once, in float32
         scale = tl.load(scales_ptr + SHIFT // GROUP * SPEC.scales_stride + start // GROUP)
@@ -336,12 +339,10 @@ def _add_product(
             return acc + tl.dot(x, codes) * (x_scale * scale)[:, None]
         # Converts through float32: before 9.0 there is no shorter way.
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
-    if SPEC.kind == "groups":
+    if SPEC.kind == "groups" or SPEC.kind == "mxfp4":
         if not AHEAD:
-            scales = load_scales(
-                weight, start + half * SPEC.half, column, SHIFT, half_groups(SPEC.half, SPEC.group), SPEC
-            )
-        return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
-    if SPEC.kind == "mxfp4":
-        codes = dequantize_mxfp4(codes, exponents, half, x.dtype)
+            scales = _load_scales(weight, start, column, half, SHIFT, SPEC)
+        if SPEC.kind == "groups":
+            return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
+        codes = dequantize_mxfp4(codes, scales[0], half, x.dtype)
     return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")

@@ -17,6 +17,10 @@ from penstock.executor.kernels.card import current_card
 FIXED_PROGRAMS = 128
 MIN_DEPTH = 512  # of a split of a product's depth: below this, adding up splits costs more than it gains
 FIXED_DEPTH = 1024  # the same where the order of the sum is fixed
+# Average entries per expert for which codes get a tile of 32 rows, whose products pass through registers, without a
+# barrier in each step; (1, 0) is none. Compiled only: no GPU has compared it with the tiles of 16 and 64 rows.
+MIDDLE_ENTRIES = 8, 32
+MAX_EXPERT_SPLITS = 4  # of the depth of the experts' down product; compiled only
 
 
 class Tile(NamedTuple):
@@ -95,6 +99,9 @@ def expert_tile(entries: int, num_slots: int, itemsize: int, is_coded: bool = Fa
         return Tile(16, 32, 4, 2)
     if itemsize == 1:  # 128 columns: the quantization group of the up projection's output
         return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
+    low, high = MIDDLE_ENTRIES
+    if is_coded and not is_fixed and low * num_slots <= entries <= high * num_slots:
+        return Tile(32, 64, 8, 3)
     if entries < (32 if is_coded else 16) * num_slots and not is_fixed:
         # From 10.0 on, the compiler spills with four warps.
         warps = 8 if current_card().capability >= (10, 0) else 4
@@ -129,6 +136,12 @@ def depth_splits(programs: int, depth: int, rows: int) -> int:
     while 2 * splits * programs <= at_once and 2 * splits * MIN_DEPTH <= depth:
         splits *= 2
     return splits
+
+
+def expert_splits(entries: int, width: int, depth: int) -> int:
+    """Return the number of splits of the depth of an experts' down product by codes. Where every expert has few entries,
+    an entry has a tile of its own, half as wide as a linear layer's."""
+    return min(MAX_EXPERT_SPLITS, depth_splits(entries * -(-width // 64), depth, 16))
 
 
 def fixed_tile(rows: int, width: int, depth: int, itemsize: int) -> tuple[Tile, int]:

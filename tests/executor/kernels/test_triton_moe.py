@@ -1,9 +1,11 @@
 """The experts in Triton against their twin, and both against the loop over experts that a CPU runs."""
 
+import math
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda import expert_products as moe
@@ -15,6 +17,7 @@ from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight,
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_packed import KINDS, as_int4, grouped, moved
+from tests.support.aot_cases import coded_experts
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.eight_bits import quantize
@@ -74,17 +77,11 @@ ROWS = [
     *(Row("blocks", (9, 3, 2, 384, 128), dtype, is_slow=dtype is not torch.bfloat16) for dtype in TOLERANCE),
     # With biases and the bounded swish, as gpt-oss has them, and every code.
     *(
-        Row(
-            "mxfp4",
-            sizes,
-            dtype,
-            "clamped_swish",
-            True,
-            is_slow=(dtype, sizes[0]) != (torch.bfloat16, 40),
-        )
+        Row("mxfp4", sizes, dtype, "clamped_swish", True, is_slow=(dtype, sizes[0]) != (torch.bfloat16, 40))
         for dtype in TOLERANCE
         for sizes in ((9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64))
     ),
+    Row("mxfp4", (19, 2, 2, 96, 160), torch.bfloat16, "clamped_swish", True, tile_rows=32),
     *(
         Row(kind, (tokens, 4, 2, 128, 64), has_added=True, held=(1, 4), is_slow=(kind, tokens) not in FAST)
         for kind in dict.fromkeys(kind for kind, _ in PACKED)
@@ -118,6 +115,7 @@ def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]
 def test_experts_equal_the_twin(monkeypatch: pytest.MonkeyPatch, device: torch.device, row: Row) -> None:
     if row.tile_rows is not None:
         monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(row.tile_rows, 32, 4, 2))
+        monkeypatch.setattr(moe, "expert_splits", lambda *_: 2)
     hidden, slots, shares, gate_up, down = case(*row.sizes, row.dtype, CPU)
     if not isinstance(row.format, str):  # its numbers are large
         hidden = hidden / 20
@@ -212,6 +210,17 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
         changes["choose_experts"] = OPS.choose_experts
     compute_with(monkeypatch, changed(torch_ops, **changes))
     return Driver(executor_of(model, **given))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can")
+@pytest.mark.parametrize(("tokens", "expected"), [(1, [(23, 360, 16), (12, 720, 16)]), (256, [(23, 2880, 32)] * 2)])
+def test_mxfp4_experts_take_few_steps(monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[Any]) -> None:
+    """The steps of a program, the programs and the tile's rows of both products of gpt-oss-20b, 2,880 deep."""
+    noted: list[dict[str, Any]] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **options: noted.append(options))
+    coded_experts(tokens, 32, 4, 2880, 2880)
+    products = [(each["SPEC"], math.prod(each["grid"]), each["ROWS"]) for each in noted if "SPEC" in each]
+    assert [(-(-spec.depth // (spec.step * spec.splits)), *rest) for spec, *rest in products] == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can")
