@@ -57,7 +57,7 @@ class ForwardBatch:
     tokens: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int32, inside the request
     # [T] int64: block * block_size + offset, where the token's key and value are written; block 0 takes skipped writes.
-    kv_slots: torch.Tensor
+    kv_cells: torch.Tensor
     query_starts: torch.Tensor  # [R + 1] int32: row r's tokens are query_starts[r] … query_starts[r + 1] - 1
     context_lens: torch.Tensor  # [R] int32: number of positions the row's last token attends to, itself included
     block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
@@ -66,7 +66,7 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # token counts of the remaining rows, ascending
     query_contexts: tuple[int, ...]  # context_lens of the remaining rows
     max_single_context: int  # the longest context among the single-token rows; 0 without any
-    # (kv_slots, block_tables) of each attention group after the first; `by_layer` assigns them to layers.
+    # (kv_cells, block_tables) of each attention group after the first; `by_layer` assigns them to layers.
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     group_of: tuple[int, ...] = ()  # each layer's group; (): all layers are in the first group
     states: StateBatch | None = None
@@ -97,7 +97,7 @@ class ForwardBatch:
         """Return, for each layer, the batch with the block tables of the layer's group."""
         if not self.group_of:
             return (self,) * num_layers
-        views = [self, *(replace(self, kv_slots=slots, block_tables=tables) for slots, tables in self.other_groups)]
+        views = [self, *(replace(self, kv_cells=cells, block_tables=tables) for cells, tables in self.other_groups)]
         # A recurrent layer has no KV blocks, so it can be given any group's block tables.
         if self.chains is not None:
             views.append(replace(self, **self.chains._asdict()))

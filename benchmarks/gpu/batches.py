@@ -23,13 +23,13 @@ def make_batch(rows: Rows, device: torch.device, longest: int = 0) -> ForwardBat
     tables[torch.arange(width) < blocks[:, None]] = scattered.int()
     row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(context - count, context) for count, context in rows])
-    kv_slots = tables[row_of, positions // PAGE].long() * PAGE + positions % PAGE
+    kv_cells = tables[row_of, positions // PAGE].long() * PAGE + positions % PAGE
     singles = sum(1 for _ in itertools.takewhile(lambda count: count == 1, counts))
     longest_single = max(longest, max(contexts[:singles])) if singles else 0
     return ForwardBatch(
         tokens=torch.zeros(len(positions), dtype=torch.int32, device=device),
         positions=positions.int().to(device),
-        kv_slots=kv_slots.to(device),
+        kv_cells=kv_cells.to(device),
         query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables=tables.to(device),

@@ -169,7 +169,7 @@ def rope_cases(kit: Kit, num_tokens: int) -> Iterator[Case]:
             q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
             mine = kv.clone() if kernels.is_held else kv
             pages = pages_of(mine, kit.middle)
-            return kernels.ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots, norms)), mine
+            return kernels.ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_cells, norms)), mine
 
         yield Case(name, call, error, 2 * merged.nbytes + 2 * angles.nbytes)
 

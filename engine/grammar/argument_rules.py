@@ -31,7 +31,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _MAX_LENGTH = 2000  # largest minLength or maxLength: each character is a state of the lexer, which has 50,000
 _COMBINING = frozenset(("$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"))
 # Keywords that are not enforced on a value of these types unless it is written as JSON.
-_UNHELD = {
+_NOT_ENFORCED = {
     "string": _COMBINING | {"pattern"},
     "array": _COMBINING | {"prefixItems", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"},
     "object": _COMBINING
@@ -49,7 +49,7 @@ _USED: dict[str, Any] = {
     "$ref": str,
 }
 _Keywords: Any = TypedDict("_Keywords", _USED, total=False)  # type: ignore[misc]
-_RESTRICTING = _OF_NUMBERS.union(_USED, *_UNHELD.values(), ("items", "additionalProperties")) - {"type"}
+_RESTRICTING = _OF_NUMBERS.union(_USED, *_NOT_ENFORCED.values(), ("items", "additionalProperties")) - {"type"}
 _SHARED = 8  # only a part of a rule's length is counted, because many values have equal rules, which are shared
 # First characters of values that the parser of the answer would not read as a string.
 _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": r"\-0-9", "number": r"\-0-9"}
@@ -92,7 +92,7 @@ class _Arguments(ABC):
         return self._object(schema, parameters.before_key, parameters.before_value, parameters.join)
 
     def _object(self, schema: Mapping[str, Any], before_key: str, colon: str, join: str) -> str:
-        self._check(schema, _UNHELD["object"])
+        self._check(schema, _NOT_ENFORCED["object"])
         text, pairs = self._rules.text, []
         properties, required = schema.get("properties", {}), schema.get("required", ())
         others = schema.get("additionalProperties", True)
@@ -180,8 +180,8 @@ class _Arguments(ABC):
             self._refuse(f"$ref: {reference[:100]!r} is not a place in this schema")
         return {} if found is None else found
 
-    def _check(self, schema: Mapping[str, Any], unheld: frozenset[str], where: str = "") -> None:
-        if found := schema.keys() & unheld:
+    def _check(self, schema: Mapping[str, Any], not_enforced: frozenset[str], where: str = "") -> None:
+        if found := schema.keys() & not_enforced:
             self._refuse(where + min(found))
 
     def _refuse(self, feature: str) -> None:
@@ -219,7 +219,7 @@ class _Arguments(ABC):
 
     def _text(self, branch: Mapping[str, Any]) -> str:
         """Return the regular expression of a string that is not written as JSON."""
-        self._check(branch, _UNHELD["string"])
+        self._check(branch, _NOT_ENFORCED["string"])
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
         if max(low, high or 0) > _MAX_LENGTH:
             self._refuse(f"a length above {_MAX_LENGTH}")
@@ -306,7 +306,7 @@ class _Quoted(_Arguments):
         elif kind == "string":
             yield f"{self._rules.text(quote)} {self._until(f'/{self._text(branch)}/', quote)}"
         elif kind == "array":
-            self._check(branch, _UNHELD["array"])
+            self._check(branch, _NOT_ENFORCED["array"])
             items, low, high = branch.get("items", True), branch.get("minItems", 0), branch.get("maxItems")
             if isinstance(items, list):  # what older drafts have for prefixItems
                 self._refuse("items: a list")

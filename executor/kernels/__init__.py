@@ -45,21 +45,21 @@ class Rotation(NamedTuple):
 
 
 class KeyStore(NamedTuple):
-    """The rotation and norms of queries and keys, and the pages and slots that keys and values are written to."""
+    """The rotation and norms of queries and keys, and the pages and cells that keys and values are written to."""
 
     rotation: Rotation
     pages: Pages
-    kv_slots: Tensor
+    kv_cells: Tensor
     norms: HeadNorms = NO_NORMS
 
 
 class LatentStore(NamedTuple):
-    """The norm and rotation that turn latents into keys, and the pages and slots that the keys are written to."""
+    """The norm and rotation that turn latents into keys, and the pages and cells that the keys are written to."""
 
     norm: tuple[Tensor, float]  # weight [rank], and eps
     rotation: Rotation
     pages: Tensor
-    kv_slots: Tensor
+    kv_cells: Tensor
 
 
 class NormedRows(NamedTuple):
@@ -266,7 +266,7 @@ class RowTensors(NamedTuple):
 
     tokens: Tensor  # the first five fields are as in ForwardBatch
     positions: Tensor
-    kv_slots: Tensor
+    kv_cells: Tensor
     context_lens: Tensor
     block_tables: Tensor
     targets: Tensor  # [R] int64: index in the device state where the token sampled in the row is stored

@@ -90,9 +90,9 @@ class CpuLayers:
         self._shared.num = num
         # The states of other layers differ only in base and first_unit.
         states = next((describe_states(each, batch) for each in pages if isinstance(each, StatePages)), _csrc.ffi.NULL)
-        tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
+        tables, groups = batch.block_tables, ((batch.kv_cells, batch.block_tables), *batch.other_groups)
         assert all(each.stride() == tables.stride() for _, each in groups)
-        kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
+        kv_cells, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
         update = torch.empty_like(residual)
         needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
         scratch = torch.empty(needed, dtype=torch.uint8)
@@ -101,7 +101,7 @@ class CpuLayers:
         runs, num_runs = (_csrc.ffi.NULL, 0) if adapted is None else (adapted.structs, len(adapted))
         tensors = batch.positions, batch.query_starts, batch.context_lens, residual, update, scratch
         sizes = len(residual), tables.stride(0), tables.shape[0], num_runs
-        step = self._shared, kv_slots, block_tables, states, runs, *addresses(*tensors), *sizes
+        step = self._shared, kv_cells, block_tables, states, runs, *addresses(*tensors), *sizes
         failed = self._lib.penstock_run_layers(self._cpu, [step])
         if failed:
             raise MemoryError(f"no memory for the attention of {len(residual)} tokens")

@@ -151,14 +151,14 @@ class CpuOps:
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
         tokens, q_heads, head_dim = q.shape
-        (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
-        page_stride, slot_stride, _ = k_pages.stride()
-        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, slot_stride, 1)
-        assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
+        (cos, sin, positions), (k_pages, v_pages), kv_cells, (q_weight, k_weight, eps) = store
+        page_stride, cell_stride, _ = k_pages.stride()
+        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, cell_stride, 1)
+        assert positions.dtype is torch.int32 and kv_cells.dtype is torch.int64 and cos.dtype is torch.float32
         rotated = torch.empty_like(q)
-        strides = _head_stride(q), _head_stride(k), 0 if v is None else _head_stride(v), page_stride, slot_stride
+        strides = _head_stride(q), _head_stride(k), 0 if v is None else _head_stride(v), page_stride, cell_stride
         sizes = q_heads, k.shape[1], head_dim, cos.shape[1], k_pages.shape[1]
-        tensors = addresses(q, k, v, cos, sin, positions, kv_slots, q_weight, k_weight, rotated, k_pages, v_pages)
+        tensors = addresses(q, k, v, cos, sin, positions, kv_cells, q_weight, k_weight, rotated, k_pages, v_pages)
         self._lib.penstock_rope(self.cpu, [(*tensors, *strides, tokens, *sizes, eps)])
         return rotated
 
@@ -169,7 +169,7 @@ class CpuOps:
         rope_dim = 2 * store.rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
         rotating, key = latent_parts(self.rms_norm, q, down, store)
-        given = KeyStore(store.rotation, (store.pages, store.pages), store.kv_slots)
+        given = KeyStore(store.rotation, (store.pages, store.pages), store.kv_cells)
         self.rope_and_store(key[:, :0], key, None, given)
         goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], None, given)
 
@@ -178,13 +178,13 @@ class CpuOps:
     ) -> Tensor:
         (tokens, q_heads, head_dim), (k_pages, v_pages) = q.shape, pages
         _, page_size, kv_width = k_pages.shape
-        page_stride, slot_stride, _ = k_pages.stride()
-        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, slot_stride, 1)
+        page_stride, cell_stride, _ = k_pages.stride()
+        assert q.dtype is k_pages.dtype is self.dtype and v_pages.stride() == (page_stride, cell_stride, 1)
         assert scale > 0  # the largest score is found before it is scaled
         tables = batch.block_tables
         out = torch.empty_like(q)
         tensors = q, k_pages, v_pages, out, batch.query_starts, batch.context_lens, tables, extras.sinks
-        strides = _head_stride(q), page_stride, slot_stride, tables.stride(0)
+        strides = _head_stride(q), page_stride, cell_stride, tables.stride(0)
         sizes = tables.shape[0], q_heads, kv_width // head_dim, head_dim, page_size, extras.window or 0
         given = *addresses(*tensors), *strides, *sizes, scale, extras.cap or 0.0
         failed = self._lib.penstock_attention(self.cpu, [given])

@@ -70,10 +70,10 @@ class GroupedAttention:
             q, k = self._wide_norms(q, k)
         if self._spec.rotates_first:  # the keys stored here are overwritten below
             both = heads[:, : q.shape[1] + k.shape[1]]
-            both = self._ops.rope_and_store(both, k, None, KeyStore(rotation, pages, batch.kv_slots))
+            both = self._ops.rope_and_store(both, k, None, KeyStore(rotation, pages, batch.kv_cells))
             q, k = torch.split_with_sizes(both, self._head_split[:2], dim=1)
             rotation = Rotation(self._no_turns, self._no_turns, batch.positions)
-        q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_slots, self.norms))
+        q = self._ops.rope_and_store(q, k, v, KeyStore(rotation, pages, batch.kv_cells, self.norms))
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
         out = self._ops.paged_attention(q, pages, batch, self._spec.attention_scale, self.extras).flatten(1)
@@ -88,7 +88,7 @@ class GroupedAttention:
             values = ops.rms_norm(kv[-1].reshape(-1, dim), self._value_norm, self._spec.norm_eps)
             k, v, written = kv[0], values.view(len(q), -1, dim), seen
         rotation = Rotation(*self.tables, batch.positions)
-        q = ops.rope_and_store(q, k, v, KeyStore(rotation, written, batch.kv_slots, self.norms))
+        q = ops.rope_and_store(q, k, v, KeyStore(rotation, written, batch.kv_cells, self.norms))
         return ops.paged_attention(q, seen, batch, self._spec.attention_scale, self.extras).flatten(1)
 
 

@@ -71,7 +71,7 @@ class LatentAttention:
         num_rows, end = self._absorbed(batch)
         q_absorbed, q_expanded = q.new_empty(end, heads, width), q.new_empty(len(q) - end, *q.shape[1:])
         rotation = Rotation(*self._tables, batch.positions)
-        store = LatentStore((self._kv_norm, NORM_EPS), rotation, pages[0], batch.kv_slots)
+        store = LatentStore((self._kv_norm, NORM_EPS), rotation, pages[0], batch.kv_cells)
         if end:
             self._to_latent(q[:end, :, : sizes.nope_dim], q_absorbed[..., rope_dim:])
             self._ops.latent_rope_and_store(q_absorbed, q, down, store, first=0, is_whole=False)

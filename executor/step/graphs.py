@@ -192,7 +192,7 @@ class StepGraphs:
 def without_tokens(row_tensors: RowTensors) -> RowTensors:
     """Drop the tensors that only the forward pass reads, so that other graphs can reuse their memory."""
     nothing = row_tensors.tokens[:0]
-    return row_tensors._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
+    return row_tensors._replace(tokens=nothing, positions=nothing, kv_cells=nothing, block_tables=nothing)
 
 
 class _Captured(NamedTuple):

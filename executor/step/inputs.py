@@ -95,13 +95,13 @@ class HostInputs:
         slot_of = layout.slots[layout.row_of]
         is_skipped = layout.positions < layout.write_from[layout.row_of] if layout.write_from.any() else None
         tokens = torch.from_numpy(self._tokens[slot_of, layout.positions])
-        kv_slots, tables = self._in_blocks(self._blocks, layout, slot_of, is_skipped)
+        kv_cells, tables = self._in_blocks(self._blocks, layout, slot_of, is_skipped)
         positions, starts, contexts = (
             _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens)
         )
         indices = None if len(output_indices) == layout.num_tokens else _tensor(output_indices)
         others = tuple(self._in_blocks(table, layout, slot_of, is_skipped) for table in self._others)
-        tensors = tokens, positions, kv_slots, starts, contexts, tables
+        tensors = tokens, positions, kv_cells, starts, contexts, tables
         batch = _make_batch(layout, tensors, indices, others, self._group_of, self._state_batch(layout))
         targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
         return batch, Samples(_tensor(targets), None)
@@ -109,13 +109,13 @@ class HostInputs:
     def _in_blocks(
         self, table: np.ndarray, layout: Layout, slot_of: np.ndarray, is_skipped: np.ndarray | None
     ) -> tuple[Tensor, Tensor]:
-        """Return one group's KV slots of the tokens, and the block tables of the rows."""
+        """Return one group's KV cells of the tokens, and the block tables of the rows."""
         size = self.block_size
         blocks = table[slot_of, layout.positions // size]
         if is_skipped is not None:  # positions that must not be written again go to block 0
             blocks = np.where(is_skipped, 0, blocks)
-        kv_slots = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
-        return kv_slots, _tensor(table[layout.slots, : -(-int(layout.context_lens.max()) // size)], np.int32)
+        kv_cells = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
+        return kv_cells, _tensor(table[layout.slots, : -(-int(layout.context_lens.max()) // size)], np.int32)
 
     def _state_batch(self, layout: Layout) -> StateBatch | None:
         if not self._states.shape[2]:
@@ -242,7 +242,7 @@ class DeviceInputs:
         first, *rest = self._state.groups
         row_tensors = self._ops.prepare(self._packed, self._state.flat, first, *sizes)
         others = [self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in rest]
-        return row_tensors, tuple((other.kv_slots, other.block_tables) for other in others)
+        return row_tensors, tuple((other.kv_cells, other.block_tables) for other in others)
 
     @property
     def has_states(self) -> bool:
@@ -265,7 +265,7 @@ class DeviceInputs:
 
     def _tensors(self, inputs: RowTensors) -> BatchTensors:
         starts = PackedStep(self._packed, len(inputs.context_lens)).query_starts
-        return inputs.tokens, inputs.positions, inputs.kv_slots, starts, inputs.context_lens, inputs.block_tables
+        return inputs.tokens, inputs.positions, inputs.kv_cells, starts, inputs.context_lens, inputs.block_tables
 
     def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:
         """Send everything in one copy, except for runs that exceed it: those of very long prompts."""

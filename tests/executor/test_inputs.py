@@ -147,7 +147,7 @@ def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:
     inputs.take([row])
     inputs.send_padded(Layout([row]), PaddedSize(3, 3, False))
     batch, _ = inputs.compute_padded(PaddedSize(3, 3, False), LENGTH)
-    assert [view.kv_slots.tolist() for view in batch.by_layer(4)] == [[slot * BLOCK, 0, 0] for slot in (7, 8, 9, 9)]
+    assert [view.kv_cells.tolist() for view in batch.by_layer(4)] == [[slot * BLOCK, 0, 0] for slot in (7, 8, 9, 9)]
     assert batch.states is not None and batch.states.read.tolist() == [[4, 5, 6], [0, 0, 0], [0, 0, 0]]
     assert batch.states.write.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]] and batch.states.is_new.all()
 

@@ -36,7 +36,7 @@ def batch(singles: int, prompts: int, context: int = 4096) -> ForwardBatch:
     return ForwardBatch(
         tokens=torch.zeros(rows, dtype=torch.int32),
         positions=torch.zeros(rows, dtype=torch.int32),
-        kv_slots=torch.zeros(rows, dtype=torch.int64),
+        kv_cells=torch.zeros(rows, dtype=torch.int64),
         query_starts=torch.zeros(rows + 1, dtype=torch.int32),
         context_lens=torch.zeros(rows, dtype=torch.int32),
         block_tables=torch.zeros(rows, context // PAGE, dtype=torch.int32),

@@ -44,7 +44,7 @@ class Cache:
         return ForwardBatch(
             tokens=unused,
             positions=unused,
-            kv_slots=unused,
+            kv_cells=unused,
             query_starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
             context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
             block_tables=self.tables[[row for row, _, _ in rows]],

@@ -96,7 +96,7 @@ def batch_of(
     return ForwardBatch(
         tokens=unused,
         positions=unused,
-        kv_slots=unused,
+        kv_cells=unused,
         query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         context_lens=unused,
         block_tables=unused,

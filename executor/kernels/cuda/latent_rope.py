@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.executor.kernels import LatentStore
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, slot_offset
+from penstock.executor.kernels.cuda.pages import cell_offset, layout_of
 from penstock.executor.kernels.cuda.rope_and_store import check_inputs, convert, copy, load_shared, parts_of
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
@@ -22,18 +22,18 @@ def latent_rope_and_store(
     goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
 ) -> None:
     tokens, num_heads, width = goal.shape
-    (weight, eps), (cos, sin, positions), latents, kv_slots = store
+    (weight, eps), (cos, sin, positions), latents, kv_cells = store
     rank, half = len(weight), cos.shape[1]
     assert q.stride()[1:] == (q.shape[2], 1) and down.stride(1) == 1 and down.shape[1] == rank + 2 * half
     assert goal.is_contiguous() and goal.dtype is q.dtype is down.dtype
     assert weight.dtype is torch.float32 and weight.is_contiguous()
-    check_inputs(store.rotation, kv_slots)
+    check_inputs(store.rotation, kv_cells)
     if not tokens:
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
     q_programs = triton.cdiv(num_heads, tile.columns)
     _latent_rope[(triton.cdiv(tokens, tile.rows), q_programs + 1)](
-        *(goal, q, down, weight, cos, sin, positions, latents, kv_slots),
+        *(goal, q, down, weight, cos, sin, positions, latents, kv_cells),
         *(first, tokens, eps),
         GOAL_DIM=width,
         Q_STRIDE=q.stride(0),
@@ -60,7 +60,7 @@ def _latent_rope(
     sin_ptr,
     positions_ptr,
     latents_ptr,
-    slots_ptr,
+    kv_cells_ptr,
     first,
     tokens,
     eps,
@@ -95,8 +95,8 @@ def _latent_rope(
             rest = tl.arange(0, PARTS.block_rest)[None, None, :]
             copy(query + rest, goal + 2 * PARTS.half + rest, is_head & (rest < PARTS.dim - 2 * PARTS.half))
     else:
-        slot = tl.load(slots_ptr + token, mask=is_row, other=0)
-        cell = latents_ptr + slot_offset(slot, PAGES)
+        kv_cell = tl.load(kv_cells_ptr + token, mask=is_row, other=0)
+        cell = latents_ptr + cell_offset(kv_cell, PAGES)
         key = down_ptr + token * DOWN_STRIDE
         _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, PARTS)
         rank = tl.arange(0, triton.next_power_of_2(RANK))[None, None, :]

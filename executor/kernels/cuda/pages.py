@@ -8,29 +8,29 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """The layout of pages [pages, slots, width]; a kernel constant, because constant strides allow wide loads."""
+    """The layout of pages [pages, cells, width]; a kernel constant, because constant strides allow wide loads."""
 
-    slots: int
+    cells: int
     page_stride: int
-    slot_stride: int
+    cell_stride: int
 
 
 def layout_of(pages: Tensor) -> PageLayout:
-    page_stride, slot_stride, element = pages.stride()
+    page_stride, cell_stride, element = pages.stride()
     assert element == 1
-    return PageLayout(pages.shape[1], page_stride, slot_stride)
+    return PageLayout(pages.shape[1], page_stride, cell_stride)
 
 
 @triton.jit
 def page_numbers(table_ptr, position, inside, PAGES: tl.constexpr):
     """Return the number of each position's page; 0 outside."""
-    return tl.load(table_ptr + position // PAGES.slots, mask=inside, other=0)
+    return tl.load(table_ptr + position // PAGES.cells, mask=inside, other=0)
 
 
 @triton.jit
 def page_offsets(page, position, PAGES: tl.constexpr):
     """Return the offset of each position's vector in the pages, in elements. A cache may exceed 2 ** 31: 64 bits."""
-    return page.to(tl.int64) * PAGES.page_stride + position % PAGES.slots * PAGES.slot_stride
+    return page.to(tl.int64) * PAGES.page_stride + position % PAGES.cells * PAGES.cell_stride
 
 
 @triton.constexpr_function
@@ -48,6 +48,6 @@ def load_inside(ptrs, mask, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def slot_offset(slot, PAGES: tl.constexpr):
-    """Return the offset of a KV slot, whose number is page · slots per page + slot in the page."""
-    return slot // PAGES.slots * PAGES.page_stride + slot % PAGES.slots * PAGES.slot_stride
+def cell_offset(kv_cell, PAGES: tl.constexpr):
+    """Return the offset of a KV cell, whose number is page · cells per page + cell in the page."""
+    return kv_cell // PAGES.cells * PAGES.page_stride + kv_cell % PAGES.cells * PAGES.cell_stride

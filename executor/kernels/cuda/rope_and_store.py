@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.executor.kernels import KeyStore, Rotation
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, slot_offset
+from penstock.executor.kernels.cuda.pages import cell_offset, layout_of
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 from penstock.executor.kernels.eight_bits import FP8_MAX
 
@@ -35,14 +35,14 @@ def parts_of(dim: int, half: int) -> HeadParts:
 
 def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
     tokens, q_heads, dim = q.shape
-    (cos, sin, positions), (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
+    (cos, sin, positions), (k_pages, v_pages), kv_cells, (q_weight, k_weight, eps) = store
     kv_heads = k.shape[1]
     half = cos.shape[1]
     values = k if v is None else v
     assert v_pages.stride() == k_pages.stride() and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == values.stride(2) == 1 and q.dtype is k.dtype is values.dtype
     assert k.shape[2] == values.shape[2] == dim
-    check_inputs(store.rotation, kv_slots)
+    check_inputs(store.rotation, kv_cells)
     rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
@@ -50,7 +50,7 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     q_programs = triton.cdiv(q_heads, tile.columns)
     weights = (cos if weight is None else weight for weight in (q_weight, k_weight))
     _rope_and_store[(triton.cdiv(tokens, tile.rows), q_programs + triton.cdiv(kv_heads, tile.columns))](
-        *(q, k, values, cos, sin, positions, k_pages, v_pages, kv_slots, *weights, rotated),
+        *(q, k, values, cos, sin, positions, k_pages, v_pages, kv_cells, *weights, rotated),
         *(tokens, eps),
         Q_STRIDES=q.stride(),
         K_STRIDES=k.stride(),
@@ -70,12 +70,12 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     return rotated
 
 
-def check_inputs(rotation: Rotation, kv_slots: Tensor) -> None:
+def check_inputs(rotation: Rotation, kv_cells: Tensor) -> None:
     """Assert the dtypes and layouts that the kernels require."""
     cos, sin, positions = rotation
     assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-    assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64
-    assert positions.is_contiguous() and kv_slots.is_contiguous()
+    assert positions.dtype is torch.int32 and kv_cells.dtype is torch.int64
+    assert positions.is_contiguous() and kv_cells.is_contiguous()
 
 
 @kernel
@@ -88,7 +88,7 @@ def _rope_and_store(
     positions_ptr,
     k_pages_ptr,
     v_pages_ptr,
-    slots_ptr,
+    kv_cells_ptr,
     q_weight_ptr,
     k_weight_ptr,
     rotated_ptr,
@@ -125,8 +125,8 @@ def _rope_and_store(
     else:
         head += (program - Q_PROGRAMS) * HEADS
         mask = is_token & (head < KV_HEADS)
-        slot = tl.load(slots_ptr + token, mask=is_token, other=0)
-        cell = slot_offset(slot, PAGES) + head * PARTS.dim
+        kv_cell = tl.load(kv_cells_ptr + token, mask=is_token, other=0)
+        cell = cell_offset(kv_cell, PAGES) + head * PARTS.dim
         source = k_ptr + token * K_STRIDES[0] + head * K_STRIDES[1]
         _rotate(source, k_pages_ptr + cell, mask, tables, k_weight_ptr, eps, PARTS, NORMS_K)
         if HAS_V:

@@ -34,7 +34,7 @@ def prepare(
     made = RowTensors(
         tokens=empty(int32, tokens),
         positions=empty(int32, tokens),
-        kv_slots=empty(int64, tokens),
+        kv_cells=empty(int64, tokens),
         context_lens=empty(int32, rows),
         block_tables=empty(int32, rows, table_width),
         targets=empty(int64, rows),
@@ -76,7 +76,7 @@ def _prepare(
     state_ptr,
     tokens_ptr,
     positions_ptr,
-    kv_slots_ptr,
+    kv_cells_ptr,
     contexts_ptr,
     tables_ptr,
     targets_ptr,
@@ -114,7 +114,7 @@ def _prepare(
     block = tl.load(table_ptr + position // PAGE, mask=read & (position >= write_from), other=0)
     tl.store(tokens_ptr + begin + place, token, mask=inside)
     tl.store(positions_ptr + begin + place, position, mask=inside)
-    tl.store(kv_slots_ptr + begin + place, block.to(tl.int64) * PAGE + position % PAGE, mask=inside)
+    tl.store(kv_cells_ptr + begin + place, block.to(tl.int64) * PAGE + position % PAGE, mask=inside)
 
     used = tl.load(table_ptr + place, mask=place < tl.cdiv(context, PAGE), other=0)
     tl.store(tables_ptr + row.to(tl.int64) * table_width + place, used, mask=place < table_width)

@@ -43,7 +43,7 @@ def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
     batch = ForwardBatch(
         tokens=torch.tensor([5, 7], dtype=torch.int32),
         positions=torch.tensor([3, 20], dtype=torch.int32),
-        kv_slots=torch.tensor([BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 4]),
+        kv_cells=torch.tensor([BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 4]),
         query_starts=torch.arange(ROWS + 1, dtype=torch.int32),
         context_lens=torch.tensor([4, 21], dtype=torch.int32),
         block_tables=torch.ones(ROWS, LONGEST // BLOCK_SIZE, dtype=torch.int32),

@@ -30,7 +30,7 @@ def prepare(
     ids = torch.where(real_token, state[slot[row_of] * width + positions], 0)
     blocks = state[blocks_at + slot[row_of] * max_blocks + positions // block_size].long()
     is_written = real_token & (positions >= write_from[row_of])
-    kv_slots = torch.where(is_written, blocks, 0) * block_size + positions % block_size
+    kv_cells = torch.where(is_written, blocks, 0) * block_size + positions % block_size
     index = torch.arange(table_width, device=packed.device)
     tables = state[blocks_at + slot[:, None] * max_blocks + index.clamp(max=max_blocks - 1)]
     tables = torch.where(index < -(-contexts // block_size)[:, None], tables, 0)
@@ -40,7 +40,7 @@ def prepare(
     return RowTensors(
         tokens=ids,
         positions=positions.int(),
-        kv_slots=kv_slots,
+        kv_cells=kv_cells,
         context_lens=contexts.int(),
         block_tables=tables,
         targets=torch.where(is_real, slot * width + contexts, spare),

@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
-    rotation, (k_pages, v_pages), kv_slots, (q_weight, k_weight, eps) = store
+    rotation, (k_pages, v_pages), kv_cells, (q_weight, k_weight, eps) = store
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
@@ -57,7 +57,7 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     cos = rotation.cos.index_select(0, rotation.positions).unsqueeze(1)  # [T, 1, rot / 2]
     sin = rotation.sin.index_select(0, rotation.positions).unsqueeze(1)
     page = k_pages.shape[1]
-    blocks, offsets = kv_slots // page, kv_slots % page
+    blocks, offsets = kv_cells // page, kv_cells % page
     k_pages[blocks, offsets] = _convert(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
     if v is not None:
         v_pages[blocks, offsets] = _convert(v, v_pages.dtype).flatten(1)
@@ -68,9 +68,9 @@ def latent_rope_and_store(
     goal: Tensor, q: Tensor, down: Tensor, store: LatentStore, first: int, is_whole: bool
 ) -> None:
     tokens, rope_dim = slice(first, first + len(goal)), 2 * store.rotation.cos.shape[1]
-    rotation, kv_slots = store.rotation._replace(positions=store.rotation.positions[tokens]), store.kv_slots[tokens]
+    rotation, kv_cells = store.rotation._replace(positions=store.rotation.positions[tokens]), store.kv_cells[tokens]
     rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], store)
-    goal[..., :rope_dim] = rope_and_store(rotating, key, None, KeyStore(rotation, (store.pages,) * 2, kv_slots))
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, KeyStore(rotation, (store.pages,) * 2, kv_cells))
     if is_whole:
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
 
