@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -42,8 +43,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Delay = Annotated[float, Meta(ge=0, le=1e9)]
 
 REQUIRED = "the field is required"
-_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<place>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"object missing required field `(.*)`")
+_type_info: Callable[[Any], Any] = cache(msgspec.inspect.type_info)
+_hints = cache(partial(get_type_hints, include_extras=True))
 
 
 class Declared(Protocol):
@@ -123,7 +124,7 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
     """Yield the options of a dataclass and of its nested dataclasses."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        plain = _plain(hints[field.name])
+        (plain,) = _alternatives(hints[field.name])
         if "flag" in field.metadata:
             yield Option(field.name, plain, field.default, field.metadata["flag"])
         elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
@@ -178,46 +179,62 @@ def converted(values: Mapping[str, Any], kind: type[T], *, strict: bool = True) 
     try:
         return msgspec.convert(values, kind, strict=strict)
     except msgspec.ValidationError as error:
-        place, what = objection(error, kind)
-        place = place.partition("[...]")[0]  # msgspec does not name the key of an object
-        if " given; " not in what and what != REQUIRED:
-            value: Any = values
-            for part in re.findall(r"[^.\[\]]+", place):
-                value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
-            what = f"{value!r} given; {what.replace(' | null`', '`')}"
-        raise ValueError(f"{place.lstrip('.')}: {what}" if place else what) from None
+        path, value, reason = refused_part(values, kind, error, strict=strict)
+        if " given; " not in reason and reason != REQUIRED:
+            reason = f"{value!r} given; {reason}"
+        raise ValueError(f"{path.lstrip('.')}: {reason}" if path else reason) from None
 
 
-def objection(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
-    """Return the path of the error, like `.messages[0].role` (empty for the whole value), and the message."""
-    found = _OBJECTION.match(str(error))
-    assert found is not None  # the pattern matches any text
-    place, what = found["place"] or "", found["what"][:1].lower() + found["what"][1:]
-    missing = _MISSING.match(what)
-    if missing is not None:
-        return f"{place}.{missing[1]}", REQUIRED
-    if what.startswith("invalid ") and (values := _literals(kind, place)):  # msgspec does not list the valid values
-        what += f"; one of {', '.join(map(repr, dict.fromkeys(values)))} is expected"
-    return place, what
+def refused_part(value: Any, kind: Any, error: msgspec.ValidationError, **settings: Any) -> tuple[str, Any, str]:
+    """Return the path of the innermost part of a value that its type refuses, like `.messages[0].role` (empty for the
+    whole value), this part, and the reason. `settings` are those of `msgspec.convert`, which has raised `error`.
+
+    The parts are converted one by one, so that msgspec's texts are passed on, but never read."""
+    for name, part, part_kind in _parts(value, kind):
+        try:
+            msgspec.convert(part, Any if part_kind is msgspec.Raw else part_kind, **settings)
+        except msgspec.ValidationError as reason:
+            path, refused, text = refused_part(part, part_kind, reason, **settings)
+            return name + path, refused, text
+    literals = [literal for each in _alternatives(kind) if get_origin(each) is Literal for literal in get_args(each)]
+    choices = f"; one of {', '.join(sorted(map(repr, literals)))} is expected" if literals else ""
+    return "", value, REQUIRED if value is msgspec.UNSET else reason_of(error) + choices
 
 
-def _literals(kind: Any, path: str) -> list[str | int]:
-    """Return the values of the Literal or of the tags at a path."""
-    found, tags = _parts([msgspec.inspect.type_info(kind)]), []
-    for name in re.findall(r"\.(\w+)|\[", path.replace("[...]", "[]")):
-        tags = [each.tag for each in found if name and getattr(each, "tag_field", None) == name]
-        if name:
-            fields = [field for each in found for field in getattr(each, "fields", ())]
-            found = _parts([field.type for field in fields if field.encode_name == name])
-        else:
-            within = [getattr(each, of, None) for each in found for of in ("item_type", "value_type")]
-            found = _parts([*filter(None, within), *(one for each in found for one in getattr(each, "item_types", ()))])
-    return tags + [value for each in found for value in getattr(each, "values", ())]
+def reason_of(error: msgspec.ValidationError) -> str:
+    """Return the text of msgspec's error as the second half of a sentence."""
+    return str(error)[:1].lower() + str(error)[1:]
 
 
-def _parts(infos: list[Any]) -> list[Any]:
-    """Flatten unions."""
-    return [part for each in infos for part in getattr(each, "types", [each])]
+def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the value and the type of each part of a list or an object. A missing field has the value UNSET."""
+    kinds, infos = _alternatives(kind), []
+    for each in kinds:
+        types = get_args(each)
+        if isinstance(value, (list, tuple)) and get_origin(each) in (list, tuple):
+            item_types = types if len(types) == len(value) and ... not in types else types[:1] * len(value)
+            yield from ((f"[{index}]", *item) for index, item in enumerate(zip(value, item_types, strict=True)))
+        elif isinstance(value, Mapping) and get_origin(each) is dict:
+            yield from (("[...]", item, types[1]) for item in value.values())
+        elif isinstance(value, Mapping) and (isinstance(each, msgspec.StructMeta) or dataclasses.is_dataclass(each)):
+            infos.append(_type_info(each))
+    if infos and (tag_field := getattr(infos[0], "tag_field", None)):
+        tag = value.get(tag_field, msgspec.UNSET if infos[1:] else infos[0].tag)
+        yield f".{tag_field}", tag, Literal[tuple(info.tag for info in infos)]
+        infos = [info for info in infos if info.tag == tag]
+    for info in infos:
+        for field in info.fields:
+            if field.required or field.encode_name in value:
+                yield f".{field.encode_name}", value.get(field.encode_name, msgspec.UNSET), _hints(info.cls)[field.name]
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Return the types that a type allows, without limits and None."""
+    if get_origin(kind) is Annotated:
+        return _alternatives(kind.__origin__)
+    if get_origin(kind) in (Union, UnionType):
+        return [each for part in get_args(kind) for each in _alternatives(part)]
+    return [] if kind is NoneType else [kind]
 
 
 def without_aliases(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
@@ -279,11 +296,3 @@ def _complaining(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return reader
-
-
-def _plain(kind: Any) -> Any:
-    if get_origin(kind) is Annotated:
-        return _plain(kind.__origin__)
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = [_plain(each) for each in get_args(kind) if each is not NoneType] or [None]
-    return kind

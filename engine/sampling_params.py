@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.options import reason_of
 from penstock.engine.vllm_options import REPLACED_SAMPLING, unknown_option
 from penstock.executor.protocol import Sampling
 
@@ -103,11 +104,8 @@ class _ExplainsKeywords(msgspec.StructMeta):
         try:
             return super().__call__(*args, **keywords)
         except TypeError:
-            for name in keywords:
-                if name not in cls.__struct_fields__:
-                    raise TypeError(
-                        f"{name}: {unknown_option(name, cls.__struct_fields__, REPLACED_SAMPLING)}"
-                    ) from None
+            for name in sorted(keywords.keys() - {*cls.__struct_fields__}):
+                raise TypeError(f"{name}: {unknown_option(name, cls.__struct_fields__, REPLACED_SAMPLING)}") from None
             raise
 
 
@@ -239,12 +237,11 @@ def _converted(field: str, value: Any) -> Any:
 def _reason(value: Any, plain: Any, kind: Any, error: msgspec.ValidationError) -> str:
     """Return the message about a value, as it was given and as a Python number, that its type `kind` does not allow."""
     limited = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Annotated), None)
-    said = str(error)[0].lower() + str(error)[1:]
     if limited is None:
-        return f"{short(value)} given; {said}"
+        return f"{short(value)} given; {reason_of(error)}"
     number, limit = limited.__origin__, limited.__metadata__[0]
     if limit.description is not None:
-        return f"{short(value)} given; {limit.description} ({said})"
+        return f"{short(value)} given; {limit.description} ({reason_of(error)})"
     limits = f"from {limit.ge} to {limit.le}" if limit.gt is None else f"above {limit.gt} and at most {limit.le}"
     if type(plain) in (int, number):
         return f"{short(plain)} is out of range; it must be {limits}"

@@ -193,7 +193,7 @@ def test_an_option_given_under_both_of_its_names_is_refused(capsys: pytest.Captu
 def test_an_objection_names_the_place_within_an_option_and_the_value_there() -> None:
     with pytest.raises(ConfigError, match=r"^kv_peers\[1\]: 7 given; expected `str`"):
         engine_config("model", {"kv_peers": ("127.0.0.1:1", 7)})
-    with pytest.raises(ConfigError, match="^speculative_config: 3 given; expected `object`, got `int`"):
+    with pytest.raises(ConfigError, match=r"^speculative_config: 3 given; expected `object \| null`, got `int`"):
         engine_config("model", {"speculative_config": 3})
 
 

@@ -25,7 +25,6 @@ def test_a_public_name_is_the_one_of_its_module() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("msgspec", "engine/options.py reads the texts of its errors"),
         ("uvicorn", "engine/http/connection.py derives from its httptools protocol"),
     ],
 )

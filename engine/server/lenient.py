@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, inspect
 
-from penstock.engine.http.body import MAX_FIELDS, decode
-from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.body import MAX_FIELDS, decode, decoded
+from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.other_fields import OTHER_FIELDS, check_neutral
 
@@ -30,8 +30,8 @@ _type_of = cache(inspect.type_info)
 def decode_lenient(kind: type[T], source: bytes | Raw, field: str, ignored: list[str]) -> T:
     """Decode `source`, the value of `field`; append the names of fields that are left out to `ignored`."""
     try:
-        return decode(kind, source, field)
-    except HttpError:
+        return decoded(kind, source)
+    except (msgspec.DecodeError, RecursionError):
         return decode(kind, declared(kind, source, field, ignored), field)
 
 

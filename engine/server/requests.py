@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Meta, Raw
 
 from penstock.engine.front.submit import KvTransfer, Pooling
-from penstock.engine.http.body import decode, split_object
-from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.body import decode, decode_fields, decoded, split_object
+from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.options import objection
+from penstock.engine.options import refused_part
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server.lenient import declared
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
@@ -337,13 +337,13 @@ def parse(
         else:
             ignored.append(name)
     try:
-        return decode(kind, body)
-    except HttpError:
+        return decoded(kind, body)
+    except msgspec.ValidationError:
         types = {field.name: field.type for field in msgspec.structs.fields(kind) if field.name in OPEN_FIELDS}
         lenient = {name: Raw(declared(types[name], fields[name], name, ignored)) for name in types if name in fields}
-        if not lenient:
-            raise
-        return decode(kind, msgspec.json.encode(fields | lenient))
+        return decode_fields(kind, fields | lenient)
+    except (msgspec.DecodeError, RecursionError):
+        return decode(kind, body)  # explains the error
 
 
 def parse_control(kind: type[Request], query: Mapping[str, list[str]], body: bytes) -> Request:
@@ -370,7 +370,7 @@ def _converted(value: object, kind: type[Converted], name: str = "") -> Converte
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        within, reason = objection(error, kind)
+        within, _, reason = refused_part(value, kind, error, strict=False)
         raise InvalidRequest((name + within).lstrip("."), reason) from None
 
 

@@ -320,6 +320,7 @@ def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
 
 def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
     class Part(msgspec.Struct):
+        note: msgspec.Raw = msgspec.Raw()
         kind: Literal["text", "file"] | None = None
         size: int | Literal["auto", "low"] = "auto"
 
