@@ -195,7 +195,7 @@ class FusedExperts(Protocol):
     def __call__(
         self,
         hidden: Tensor,
-        slots: Tensor,
+        expert_slots: Tensor,
         shares: Tensor,
         gate_up: Weight,
         down: Weight,
@@ -204,9 +204,9 @@ class FusedExperts(Protocol):
         added: Tensor | None = None,
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
-        """Return the weighted sum of the experts in slots first … first + S - 1, plus `added`: hidden [T, H], slots
-        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks are skipped.
-        `biases` are those of the two products, [S, 2 I] and [S, H]."""
+        """Return the weighted sum of the experts in the slots first … first + S - 1, plus `added`: hidden [T, H],
+        expert_slots and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks
+        are skipped. `biases` are those of the two products, [S, 2 I] and [S, H]."""
 
 
 class BlockOps(Protocol):

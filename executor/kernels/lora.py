@@ -163,27 +163,27 @@ class LoraSlots:
                 self._at[number] = self._at.pop(number)
         for number in needed:
             if number not in self._at:
-                slot = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
-                self._fill(slot, self._held[number])
-                self._at[number] = slot
+                adapter_slot = self._free.pop() if self._free else self._at.pop(next(iter(self._at)))
+                self._fill(adapter_slot, self._held[number])
+                self._at[number] = adapter_slot
         return [
             (first, min(ROWS, start + count - first), self._at[number])
             for start, count, number in runs
             for first in range(start, start + count, ROWS)
         ]
 
-    def _fill(self, slot: int, products: Sequence[LoraProduct]) -> None:
+    def _fill(self, adapter_slot: int, products: Sequence[LoraProduct]) -> None:
         for (_, widths), all_down, all_up, parts in zip(self._shapes, self._down, self._up, products, strict=True):
             if not parts:
-                all_down[slot], all_up[slot] = 0, 0
+                all_down[adapter_slot], all_up[adapter_slot] = 0, 0
                 continue
-            down, up = (torch.zeros_like(each[slot], device="cpu") for each in (all_down, all_up))
+            down, up = (torch.zeros_like(each[adapter_slot], device="cpu") for each in (all_down, all_up))
             columns = {sum(widths[:index]): index for index in range(len(widths))}
             for part in parts:
                 rank, width = part.up.shape
                 down[columns[part.column], :rank] = part.down
                 up[part.column : part.column + width, :rank] = part.up.T
-            all_down[slot], all_up[slot] = down, up
+            all_down[adapter_slot], all_up[adapter_slot] = down, up
 
     def add(self, product: int, x: Tensor, y: Tensor, tiles: Tensor) -> None:
         self._add(x, y, tiles, self._down[product], self._up[product], self._shapes[product][1])

@@ -129,13 +129,13 @@ class Experts:
             held = placed[self._first : end]
             self._table = SlotTable(weights.placement, layer, weights.group.device)
         size, is_split = moe.intermediate_size, weights.placement is None
-        self.slots = [
+        self.expert_slots = [
             Mlp(spec, size, f"{prefix}experts.{expert}.", weights, ops, moe.projections, is_split) for expert in held
         ]
         self._activation = spec.activation
         # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
         always = None if weights.placement is not None or weights.has_adapters else shared
-        self._fused, self.num_shared = _fuse(self.slots, always, ops)
+        self._fused, self.num_shared = _fuse(self.expert_slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
             shape = (size, spec.hidden_size)
@@ -159,14 +159,14 @@ class Experts:
         num_tokens, top_k = ids.shape
         if self.counter is not None:
             self.counter.add(ids)
-        slots = ids if self._table is None else self._table.slots(ids)
+        slots = ids if self._table is None else self._table.expert_slots(ids)
         if self._fused is not None:
             return self._fused(hidden, slots, shares, first=self._first, activation=self._activation, added=added)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
-        start, end = self._first, self._first + len(self.slots)
-        asked = [(expert, count) for expert, count in zip(self.slots, counts[start:end], strict=True) if count]
+        start, end = self._first, self._first + len(self.expert_slots)
+        asked = [(expert, count) for expert, count in zip(self.expert_slots, counts[start:end], strict=True) if count]
         if asked:
             experts, ours = zip(*asked, strict=True)
             before = sum(counts[:start])
@@ -253,7 +253,7 @@ class SlotTable:
             wide[:, : table.shape[2]] = table[layer]
             tensor.copy_(send(wide, tensor.device))
 
-    def slots(self, ids: Tensor) -> Tensor:
+    def expert_slots(self, ids: Tensor) -> Tensor:
         """Map experts [T, k] of token 0, 1, … to slots [T, k]."""
         ids = ids.long()
         token = torch.arange(len(ids), device=ids.device)[:, None]

@@ -53,7 +53,7 @@ class Rebalancer:
         for experts, counts in zip(layers, self._counts, strict=True):
             experts.counter = ExpertCounter(counts, self._num_tokens)
         self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
-        self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
+        self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].expert_slots[0].tensors())
         self._first = group.rank * plan.slots_per_rank
         # Transfers run beside steps on a GPU too. On the steps' own stream two ranks could deadlock: one rank's
         # transfer waits behind an all-reduce that the other rank, which waits for the transfer, has not started.
@@ -218,7 +218,7 @@ class Rebalancer:
         giver, taker, rank = source // depth, slots[0] // depth, self._group.rank
         if rank not in (giver, taker):
             return
-        held = self._layers[move.layer].slots
+        held = self._layers[move.layer].expert_slots
         if rank == giver == taker:
             arrived = [tensor.clone() for tensor in held[source - self._first].tensors()]
         elif rank == giver:
@@ -238,7 +238,7 @@ class Rebalancer:
             torch.cuda.current_stream(self._group.device).wait_stream(self._stream)
         experts = self._layers[move.layer]
         for slot, arrived in move.arrivals.items():
-            for tensor, new in zip(experts.slots[slot].tensors(), arrived, strict=True):
+            for tensor, new in zip(experts.expert_slots[slot].tensors(), arrived, strict=True):
                 put_in_place(tensor, new)
         experts.replace(target, move.layer)
         depth = self._plan.slots_per_rank

@@ -102,7 +102,7 @@ def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkey
     layers = UniprocExecutor(config)._runner._model.experts
     assert layers
     for experts in layers:
-        for expert in experts.slots:
+        for expert in experts.expert_slots:
             assert left_behind(expert, {id(tensor) for tensor in expert.tensors()}, "expert", set()) == []
 
 
@@ -113,12 +113,12 @@ def test_the_table_of_slots_is_the_numpy_rule_and_follows_another_plan_in_the_sa
     placed = plan(rng.zipf(1.5, (2, 12)).astype(float), 20, 4)
     table = SlotTable(placed, 0, torch.device("cpu"))
     addresses = [tensor.data_ptr() for tensor in vars(table).values()]
-    assert table.slots(ids).tolist() == choose(placed, 0, np.arange(500)[:, None], ids.numpy()).tolist()
+    assert table.expert_slots(ids).tolist() == choose(placed, 0, np.arange(500)[:, None], ids.numpy()).tolist()
     for _ in range(5):
         placed = plan(rng.zipf(1.3, (2, 12)).astype(float), 20, 4)
         table.replace(placed, 1)
         expected = choose(placed, 1, np.arange(500)[:, None], ids.numpy())
-        assert table.slots(ids).tolist() == expected.tolist()
+        assert table.expert_slots(ids).tolist() == expected.tolist()
     assert [tensor.data_ptr() for tensor in vars(table).values()] == addresses
 
 

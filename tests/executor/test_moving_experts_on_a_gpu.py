@@ -98,7 +98,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
         rebalancer.boundary(20)
         for experts in layers:
             experts.counter.counts.add_(loads[step // 10 % 2])
-            for expert in experts.slots:
+            for expert in experts.expert_slots:
                 expert.tensors()[0] * 2
         update = rebalancer.take_update()
         moved = moved if update is None else update.num_moved

@@ -25,7 +25,7 @@ SUM_BLOCK = tl.constexpr(512)  # columns per program of the weighted sum
 
 def fused_experts(
     hidden: Tensor,
-    slots: Tensor,
+    expert_slots: Tensor,
     shares: Tensor,
     gate_up: Weight,
     down: Weight,
@@ -37,7 +37,7 @@ def fused_experts(
 ) -> Tensor:
     """Compute the experts of a layer. FP8 weights with few entries are dequantized in registers, and activations stay
     unquantized; with many entries, or with is_fixed, the products are FP8. Other codes are always dequantized."""
-    (num_slots, width, inner), entries = down.shape, slots.numel()
+    (num_slots, width, inner), entries = down.shape, expert_slots.numel()
     x: Scaled = hidden, None
     if gate_up.format is down.format is BLOCKS and (is_fixed or are_quantized(entries, num_slots)):
         x = fp8.quantize(hidden)
@@ -46,7 +46,7 @@ def fused_experts(
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
     is_coded = gate_up.format.is_packed or down.format.is_packed
     tile = expert_tile(entries, num_slots, x[0].element_size(), is_coded, is_fixed)
-    order = sort_entries(slots, num_slots, first, tile.rows)
+    order = sort_entries(expert_slots, num_slots, first, tile.rows)
     splits = expert_splits(entries, width, inner) if is_coded and not is_fixed and hidden.itemsize < 4 else 1
     dtype = hidden.dtype if splits == 1 else torch.float32
     parts = torch.empty((splits, entries, width), dtype=dtype, device=hidden.device)
@@ -55,24 +55,30 @@ def fused_experts(
         bias=biases[0],
         activation=activation,
         order=order,
-        entries_per_row=slots.shape[1],
+        entries_per_row=expert_slots.shape[1],
         like=hidden,
     )
     multiply(inside, down, (parts, None), tile, order=order, bias=biases[1], splits=splits)
-    return weighted_sum(parts, slots, shares, num_slots, first, added, hidden.dtype)
+    return weighted_sum(parts, expert_slots, shares, num_slots, first, added, hidden.dtype)
 
 
 def weighted_sum(
-    parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None, dtype: torch.dtype
+    parts: Tensor,
+    expert_slots: Tensor,
+    shares: Tensor,
+    num_slots: int,
+    first: int,
+    added: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the sum of each token's parts [splits, T * k, width], each by its share, and of `added`."""
-    (tokens, top_k), (splits, _, width) = slots.shape, parts.shape
-    assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
+    (tokens, top_k), (splits, _, width) = expert_slots.shape, parts.shape
+    assert shares.shape == expert_slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
     out = torch.empty((tokens, width), dtype=dtype, device=parts.device)
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK.value))](
-        *(parts, slots, shares, parts if added is None else added, out),
-        *(slots.numel(), first),
+        *(parts, expert_slots, shares, parts if added is None else added, out),
+        *(expert_slots.numel(), first),
         WIDTH=width,
         TOP_K=top_k,
         NUM_SLOTS=num_slots,
@@ -86,7 +92,7 @@ def weighted_sum(
 @kernel
 def _add_shares(
     parts_ptr,
-    slots_ptr,
+    expert_slots_ptr,
     shares_ptr,
     added_ptr,
     out_ptr,
@@ -106,7 +112,7 @@ def _add_shares(
     total = tl.zeros([SUM_BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         entry = token * TOP_K + choice
-        _, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
+        _, ours = load_slots(expert_slots_ptr, entry, entries, first, NUM_SLOTS)
         part = tl.zeros([SUM_BLOCK], tl.float32)
         for split in tl.static_range(SPLITS):
             part_ptrs = parts_ptr + (split * entries + entry).to(tl.int64) * WIDTH + column

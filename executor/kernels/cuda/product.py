@@ -63,7 +63,7 @@ class ProductSpec(NamedTuple):
     kind: str = "numbers"  # or "blocks" (FP8), "groups" (four or eight bits), "mxfp4"
     per_byte: int = 1  # inputs per byte of codes; 1 for numbers of any size
     group: int = 1  # inputs that share a scale, of "groups"
-    slot_scales: int = 0  # number of scales of one expert
+    expert_scales: int = 0  # number of scales of one expert
     scales_stride: int = 0  # of "blocks": number of scales of 128 rows
 
 
@@ -128,7 +128,7 @@ def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
     """Add the layout of codes and scales."""
     form, codes, scales = weight[:3]
     if scales is not None:
-        spec = spec._replace(slot_scales=scales.numel() // len(codes) if codes.dim() == 3 else 0)
+        spec = spec._replace(expert_scales=scales.numel() // len(codes) if codes.dim() == 3 else 0)
     if form is BLOCKS:
         assert scales is not None and spec.depth % BLOCK == 0
         assert spec.activation is None or spec.width % BLOCK == 0
@@ -173,7 +173,7 @@ def _multiply(
         num_rows = tl.load(tiles_ptr + 2 * tile + 1)
         if num_rows == 0:
             return
-        slot = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
+        expert_slot = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
         is_row = tl.arange(0, ROWS) < num_rows
         entry = tl.load(ids_ptr + tile * ROWS + tl.arange(0, ROWS), mask=is_row, other=0)
     else:
@@ -181,12 +181,12 @@ def _multiply(
         tile = tl.program_id(2) // SPLITS * TOGETHER + tl.program_id(0)
         if tile * ROWS >= rows:
             return
-        slot = 0
+        expert_slot = 0
         entry = tile * ROWS + tl.arange(0, ROWS)
         is_row = entry < rows
     row = entry // SPEC.entries_per_row
     x = x_ptr + row.to(tl.int64) * SPEC.x_stride, x_scales_ptr + row, x_scales_stride, is_row
-    weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, bias_ptr), slot, across * COLUMNS, SPEC)
+    weight = _weight_of_tile((weight_ptr, scales_ptr, zeros_ptr, bias_ptr), expert_slot, across * COLUMNS, SPEC)
     column = across * COLUMNS + tl.arange(0, COLUMNS)
     acc, up = _sum_splits(x, weight, column, split, SPEC)
     acc = _finish(acc, up, weight[3] + column, column < SPEC.width, split, SPEC)
@@ -200,15 +200,15 @@ def _multiply(
 
 
 @triton.jit
-def _weight_of_tile(weight, slot, first, SPEC: tl.constexpr):
+def _weight_of_tile(weight, expert_slot, first, SPEC: tl.constexpr):
     """Return the pointers to one expert's weight and bias; those to scales of "blocks" begin at the column `first`."""
     weight_ptr, scales_ptr, zeros_ptr, bias_ptr = weight
-    weight_ptr += slot * (SPEC.rows * (SPEC.depth // SPEC.per_byte))
-    scales_ptr += slot * SPEC.slot_scales
-    zeros_ptr += slot * SPEC.slot_scales
+    weight_ptr += expert_slot * (SPEC.rows * (SPEC.depth // SPEC.per_byte))
+    scales_ptr += expert_slot * SPEC.expert_scales
+    zeros_ptr += expert_slot * SPEC.expert_scales
     if SPEC.kind == "blocks":  # the tile's columns lie in one block
         scales_ptr += first // GROUP * SPEC.scales_stride
-    return weight_ptr, scales_ptr, zeros_ptr, bias_ptr + slot * SPEC.rows
+    return weight_ptr, scales_ptr, zeros_ptr, bias_ptr + expert_slot * SPEC.rows
 
 
 @triton.jit

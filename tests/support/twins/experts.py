@@ -15,7 +15,7 @@ from tests.support.twins.eight_bits import quantize, widen_rows
 
 def fused_experts(
     hidden: Tensor,
-    slots: Tensor,
+    expert_slots: Tensor,
     shares: Tensor,
     gate_up: Weight,
     down: Weight,
@@ -27,7 +27,7 @@ def fused_experts(
     """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
     many entries."""
     dtype = hidden.dtype
-    is_quantized = gate_up.format is down.format is BLOCKS and are_quantized(slots.numel(), len(down.codes))
+    is_quantized = gate_up.format is down.format is BLOCKS and are_quantized(expert_slots.numel(), len(down.codes))
     up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
     # In float32 but for what is rounded to eight bits.
     rows = hidden.float() if is_quantized else hidden
@@ -37,12 +37,12 @@ def fused_experts(
     def through(rows: Tensor) -> Tensor:
         return widen_rows(quantize(rows.to(dtype))) if is_quantized else rows
 
-    both = torch.zeros((*slots.shape, up.shape[1]), dtype=rows.dtype, device=rows.device)
-    out = torch.zeros((*slots.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    chosen = [(slots == first + index).nonzero(as_tuple=True) for index in range(len(narrow))]
+    both = torch.zeros((*expert_slots.shape, up.shape[1]), dtype=rows.dtype, device=rows.device)
+    out = torch.zeros((*expert_slots.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    chosen = [(expert_slots == first + index).nonzero(as_tuple=True) for index in range(len(narrow))]
     for index, (token, choice) in enumerate(chosen):
         both[token, choice] = F.linear(through(rows[token]), up[index], added_up[index])
-    inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, slots.shape)
+    inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, expert_slots.shape)
     for index, (token, choice) in enumerate(chosen):
         out[token, choice] = F.linear(through(inside[token, choice]), narrow[index], added_down[index])
     total = (out * shares[..., None]).sum(1)
