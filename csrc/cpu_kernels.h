@@ -26,8 +26,6 @@ SELECT(TARGET)
 #include "cpu_quantized.h"
 #endif
 
-#include "cpu_lora.h"
-
 #include <math.h>
 
 #define RUN 16            /* tokens applied to a block of the state while it is in the cache */
@@ -50,7 +48,6 @@ const struct cpu_level LEVEL = {
 #if LANES > 4
     .quantized = &QUANTIZED,
 #endif
-    .lora = {lora_float32, lora_bfloat16},
     .convolve = {convolve_float32, convolve_bfloat16},
     .delta = {delta_float32, delta_bfloat16},
 };

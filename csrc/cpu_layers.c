@@ -74,7 +74,7 @@ static int project(const struct run *run, const struct penstock_projection *p, i
     int failed = penstock_product(run->cpu, &product);
     struct penstock_adapt adapt = {.x = x, .y = y, .runs = s->runs, .x_stride = p->depth, .y_stride = p->width,
                                    .depth = p->depth, .num_runs = s->num_runs, .product = number};
-    if (s->num_runs && number >= 0) penstock_adapt(run->cpu, &adapt);
+    if (s->num_runs && number >= 0) failed |= penstock_adapt(run->cpu, &adapt);
     return failed;
 }
 

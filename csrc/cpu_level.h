@@ -24,7 +24,6 @@ enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWISH = 2, SIGMOID = 3 };
 #define TILE 128
 
 /* Units of work to divide among threads. */
-#define LORA_ROWS 4
 #define CHANNELS 256 /* of a convolution: four of its inputs and the weights fit into the L1 cache */
 
 /* Adjacent tiles for adjacent queries of one row: all their tiles, or a piece that is merged with other pieces. */
@@ -41,16 +40,38 @@ static inline int64_t partial_width(int head_dim) { return (head_dim + 15) / 16 
 static inline int64_t partial_floats(int rows, int head_dim) { return rows * (partial_width(head_dim) + 2); }
 
 /* y [rows, width] = x [rows, depth words] weight + bias; the weight is in blocks [depth, columns] of words. The work is
- * divided among threads by blocks and by parts of LINEAR_ROWS rows, which balances the load. */
+ * divided among threads by blocks and by parts of `part_rows` rows, which balances the load. The parts go along the rows
+ * of a block, or, if the depth is so small that writing y takes most of the time, along the blocks of a few rows. */
 #define LINEAR_ROWS 96
+#define SMALL_DEPTH 64 /* words: at most this is by rows, in parts of … */
+#define FEW_ROWS 12
 struct linear {
     const void *x;
     const uint32_t *weight;
     const float *bias; /* NULL: none */
     void *y;
-    int64_t rows, x_stride, depth, width, y_stride; /* x_stride in words */
-    int64_t row_parts;
+    int64_t rows, x_stride, depth, width, y_stride; /* x_stride in words of x */
+    int64_t part_rows, inner_parts; /* inner_parts: blocks if is_by_rows, else parts of rows */
+    int is_by_rows, has_pairs, adds; /* has_pairs: the weight is bfloat16, whatever x is; adds: y is added to */
 };
+
+/* A block of a weight, columns [first, first + columns). All have a level's number of columns, but those of the rest
+ * have at most NARROW_COLUMNS. */
+#define NARROW_COLUMNS 16
+struct block {
+    int64_t first, columns;
+};
+
+static inline struct block block_at(int64_t index, int64_t width, int64_t columns) {
+    int64_t whole = width / columns, narrow = columns < NARROW_COLUMNS ? columns : NARROW_COLUMNS;
+    if (index < whole) return (struct block){index * columns, columns};
+    return (struct block){whole * columns + (index - whole) * narrow, narrow};
+}
+
+static inline int64_t num_blocks(int64_t width, int64_t columns) {
+    int64_t narrow = columns < NARROW_COLUMNS ? columns : NARROW_COLUMNS;
+    return width / columns + (width % columns + narrow - 1) / narrow;
+}
 
 /* Activations quantized to int16 with a scale per chunk. `sums` has the sum of each half chunk, `negative_sums` has
  * -sum * scale of each chunk, of its first half and of its second half. The layout is [chunks, rows], so rows that are
@@ -83,8 +104,6 @@ struct quantized_linear {
     int64_t row_parts, parts_between; /* parts between a thread's chunk of work and its next one */
 };
 
-#define MAX_DOWN_STRIDE 800 /* of a penstock_adapter */
-
 /* Kernels for quantized weights. They multiply integers, so levels with and without bfloat16 products share them. */
 struct quantized_kernels {
     range_function *quantize[2], *linear[2]; /* process rows; parts */
@@ -105,7 +124,7 @@ struct cpu_level {
     range_function *linear[2]; /* processes parts */
     int columns; /* per block of a linear layer's weight */
     const struct quantized_kernels *quantized; /* NULL: the level has none */
-    range_function *lora[2], *convolve[2], *delta[2]; /* process items of LORA_ROWS rows; blocks of channels; heads */
+    range_function *convolve[2], *delta[2]; /* process blocks of channels; heads */
 };
 
 extern const struct quantized_kernels quantized_avx2, quantized_avx512;

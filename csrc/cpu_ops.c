@@ -72,17 +72,6 @@ int penstock_attention(const struct penstock_cpu *cpu, const struct penstock_att
     return attend_batch(levels[cpu->level], cpu, a);
 }
 
-void penstock_adapt(const struct penstock_cpu *cpu, const struct penstock_adapt *a) {
-    int64_t items = 0, cost = 0;
-    for (int i = 0; i < a->num_runs; i++) {
-        items += (a->runs[i].count + LORA_ROWS - 1) / LORA_ROWS;
-        cost += (a->runs[i].count + 10) * a->runs[i].adapters[a->product].num_weights;
-    }
-    int num_threads = threads_for(cost, cpu);
-    range_function *run = levels[cpu->level]->lora[cpu->is_bfloat16];
-    if (cost) parallel_for(run, a, items, items / (8 * num_threads) + 1, num_threads);
-}
-
 void penstock_convolve(const struct penstock_cpu *cpu, const struct penstock_convolution *c) {
     int64_t items = c->states->rows * ((c->channels + CHANNELS - 1) / CHANNELS);
     int64_t cost = c->states->query_starts[c->states->rows] * c->channels * c->taps * 4;
@@ -103,7 +92,7 @@ int penstock_coded_columns(int level) {
 
 struct copied_rows {
     const struct penstock_rows *rows;
-    int64_t columns; /* per block of the weight */
+    int64_t columns; /* of a whole block of the weight */
 };
 
 static void copy_rows(const void *op, int64_t first, int64_t end, int thread) {
@@ -111,9 +100,11 @@ static void copy_rows(const void *op, int64_t first, int64_t end, int thread) {
     int64_t columns = ((const struct copied_rows *)op)->columns;
     for (int64_t i = first; i < end; i++) {
         int64_t row = r->indices[i];
-        const uint32_t *from = (const uint32_t *)r->weight + row / columns * r->depth * columns + row % columns;
+        int64_t whole = r->width / columns, narrow = (row - whole * columns) / NARROW_COLUMNS;
+        struct block block = block_at(row < whole * columns ? row / columns : whole + narrow, r->width, columns);
+        const uint32_t *from = (const uint32_t *)r->weight + block.first * r->depth + row - block.first;
         uint32_t *to = (uint32_t *)r->y + i * r->depth;
-        for (int64_t at = 0; at < r->depth; at++) to[at] = from[at * columns];
+        for (int64_t at = 0; at < r->depth; at++) to[at] = from[at * block.columns];
     }
 }
 
@@ -152,7 +143,7 @@ static void product_items(const void *work, int64_t first, int64_t end, int thre
 
 static int has_codes(int num, const struct penstock_part *parts) {
     for (int i = 0; i < num; i++)
-        if (parts[i].type != PENSTOCK_NUMBERS) return 1;
+        if (parts[i].type >= 0) return 1;
     return 0;
 }
 
@@ -177,7 +168,7 @@ static struct quantized_inputs quantize_x(const struct penstock_cpu *cpu, const 
     uint32_t *values = (uint32_t *)memory + 6 * chunks;
     int uses_bytes = rows <= kernels->max_byte_rows;
     for (int i = 0; i < p->num_parts && rows > MAX_BYTE_ROWS_IN_TWO_GROUPS; i++)
-        uses_bytes &= p->parts[i].type == PENSTOCK_NUMBERS || code_types[p->parts[i].type].groups == 1;
+        uses_bytes &= p->parts[i].type < 0 || code_types[p->parts[i].type].groups == 1;
     out.uses_bytes = uses_bytes;
     if (uses_bytes) out.bytes = values;
     if (!uses_bytes || !kernels->has_vnni) out.values = (int16_t *)(values + rows * p->depth / 2);
@@ -198,25 +189,32 @@ int penstock_product(const struct penstock_cpu *cpu, const struct penstock_produ
     for (int i = 0; i < p->num_parts; i++) {
         const struct penstock_part *source = &p->parts[i];
         int64_t rows = source->num_rows < 0 ? p->rows : source->num_rows, first = source->first_row;
-        int64_t row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+        int64_t row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, blocks;
         char *y = (char *)p->y + source->column * size;
         struct product *part = &w->parts[i];
-        part->is_quantized = source->type != PENSTOCK_NUMBERS;
+        part->is_quantized = source->type >= 0;
         if (part->is_quantized) {
             part->quantized_linear = (struct quantized_linear){
                 .type = &code_types[source->type], .x = quantized, .weight = source->weight, .bias = source->bias,
                 .first_row = first, .y = y, .rows = rows, .depth = p->depth, .width = source->width,
                 .y_stride = p->width, .row_parts = row_parts};
             cost += p->depth * source->width * (rows + PRODUCTS_PER_CODE_READ);
+            blocks = (source->width + level->quantized->panel_columns - 1) / level->quantized->panel_columns;
         } else {
+            int has_pairs = cpu->is_bfloat16 || source->type == PENSTOCK_PAIRS;
+            int64_t depth = (source->depth ? source->depth : p->depth) / (has_pairs ? 2 : 1);
+            int is_by_rows = depth <= SMALL_DEPTH, part_rows = is_by_rows ? FEW_ROWS : LINEAR_ROWS;
+            blocks = num_blocks(source->width, level->columns);
+            row_parts = (rows + part_rows - 1) / part_rows;
             part->linear = (struct linear){
-                .x = (const char *)p->x + first * p->x_stride * size, .weight = source->weight, .bias = source->bias,
-                .y = y + first * p->width * size, .rows = rows, .x_stride = p->x_stride / per_word,
-                .depth = p->depth / per_word, .width = source->width, .y_stride = p->width, .row_parts = row_parts};
-            cost += p->depth / per_word * source->width * (rows + PRODUCTS_PER_WORD_READ);
+                .x = (const char *)p->x + (first * p->x_stride + source->input) * size, .weight = source->weight,
+                .bias = source->bias, .y = y + first * p->width * size, .rows = rows,
+                .x_stride = p->x_stride / per_word, .depth = depth, .width = source->width, .y_stride = p->width,
+                .part_rows = part_rows, .inner_parts = is_by_rows ? blocks : row_parts, .is_by_rows = is_by_rows,
+                .has_pairs = has_pairs, .adds = p->adds};
+            cost += depth * source->width * (rows + PRODUCTS_PER_WORD_READ);
         }
-        int64_t columns = part->is_quantized ? level->quantized->panel_columns : level->columns;
-        all += part->items = (source->width + columns - 1) / columns * row_parts;
+        all += part->items = blocks * row_parts;
     }
     int num_threads = threads_for(cost, cpu);
     int64_t chunk = all / (16 * num_threads) + 1;
@@ -224,4 +222,40 @@ int penstock_product(const struct penstock_cpu *cpu, const struct penstock_produ
     parallel_for(product_items, w, all, chunk, num_threads);
     free(w);
     return 0;
+}
+
+/* Two products with a part for each run: x down of all adapters, then up added to y. */
+int penstock_adapt(const struct penstock_cpu *cpu, const struct penstock_adapt *a) {
+    int64_t num_ups = 0, rank = 0, rows = 0;
+    for (int i = 0; i < a->num_runs; i++) {
+        const struct penstock_adapter *adapter = &a->runs[i].adapters[a->product];
+        num_ups += adapter->num_ups;
+        if (adapter->num_ups && adapter->down.width > rank) rank = adapter->down.width;
+        rows = a->runs[i].first + a->runs[i].count;
+    }
+    if (!num_ups) return 0;
+    int64_t inner_bytes = rows * rank * (cpu->is_bfloat16 ? 2 : 4);
+    struct penstock_part *parts = malloc((a->num_runs + num_ups) * sizeof *parts + inner_bytes);
+    if (!parts) return -1;
+    struct penstock_part *ups = parts + a->num_runs, *down = parts, *up = ups;
+    for (int i = 0; i < a->num_runs; i++) {
+        const struct penstock_run *run = &a->runs[i];
+        const struct penstock_adapter *adapter = &run->adapters[a->product];
+        if (!adapter->num_ups) continue;
+        *down = adapter->down;
+        down->first_row = run->first, down->num_rows = run->count;
+        down++;
+        for (int j = 0; j < adapter->num_ups; j++, up++) {
+            *up = adapter->ups[j];
+            up->first_row = run->first, up->num_rows = run->count;
+        }
+    }
+    void *inner = ups + num_ups;
+    struct penstock_product first = {.x = a->x, .y = inner, .parts = parts, .num_parts = (int)(down - parts),
+                                     .x_stride = a->x_stride, .rows = rows, .depth = a->depth, .width = rank};
+    struct penstock_product second = {.x = inner, .y = a->y, .parts = ups, .num_parts = (int)num_ups,
+                                      .x_stride = rank, .rows = rows, .depth = rank, .width = a->y_stride, .adds = 1};
+    int failed = penstock_product(cpu, &first) || penstock_product(cpu, &second);
+    free(parts);
+    return failed ? -1 : 0;
 }

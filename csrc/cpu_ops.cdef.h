@@ -73,24 +73,26 @@ int penstock_attention(const struct penstock_cpu *cpu, const struct penstock_att
 /* A part of a linear layer, which computes columns [column, column + width) of y from some rows of x. Its weight
  * [width, depth] is quantized, with a type of codes.cdef.h, in panels of penstock_coded_columns(level) rows, or plain
  * (PENSTOCK_NUMBERS), in transposed blocks of penstock_cpu_columns(level) rows, zero beyond `width`. In bfloat16, pairs
- * of neighbours in depth stay together. */
-enum penstock_part_type { PENSTOCK_NUMBERS = -1 };
+ * of neighbours in depth stay together, as in a weight that is bfloat16 where x is float32 (PENSTOCK_PAIRS). */
+enum penstock_part_type { PENSTOCK_NUMBERS = -1, PENSTOCK_PAIRS = -2 };
 struct penstock_part {
     int type;
     inputs weight;
     floats bias; /* NULL: none */
     int64_t column, width;
     int64_t first_row, num_rows; /* -1: all */
+    int64_t input, depth; /* of a plain weight: reads columns [input, input + depth) of x; depth 0: all */
 };
 
 /* y [rows, width] = x [rows, depth] weights. `depth` is a multiple of each type's block; for plain bfloat16 weights
- * depth and x_stride are even. */
+ * each depth, x_stride and `input` are even. */
 struct penstock_product {
     inputs x;
     outputs scratch, y; /* scratch: penstock_product_scratch bytes */
     const struct penstock_part *parts;
     int num_parts;
     int64_t x_stride, rows, depth, width;
+    int adds; /* add to y; all weights are plain */
 };
 /* Return -1 without memory, else 0. */
 int penstock_product(const struct penstock_cpu *cpu, const struct penstock_product *product);
@@ -108,20 +110,11 @@ struct penstock_rows {
 };
 int penstock_linear_rows(const struct penstock_cpu *cpu, const struct penstock_rows *rows);
 
-/* LoRA adapters of linear layers. Weights are float32 or bfloat16; their rows have a multiple of 16 values.
- * A part of an adapter adds x down[:, first : first + rank] up, with `up` [rank, width], to columns of y. */
-struct penstock_adapter_part {
-    inputs up;
-    int64_t up_stride, first, rank, column, width;
-};
-
-/* One LoRA adapter of one linear layer: `down` is [depth, sum of the parts' ranks]. */
+/* One LoRA adapter of one linear layer. Each of `ups` adds the product of some columns of x down to columns of y. */
 struct penstock_adapter {
-    inputs down;
-    int64_t down_stride; /* at most 800 (MAX_DOWN_STRIDE) */
-    int64_t num_weights;
-    const struct penstock_adapter_part *parts;
-    int num_parts, is_bfloat16; /* num_parts 0: the adapter does not change this layer */
+    struct penstock_part down;
+    const struct penstock_part *ups;
+    int num_ups; /* 0: the adapter does not change this layer */
 };
 
 /* Adjacent rows with the same adapter, and this adapter for each of the model's linear layers. */
@@ -138,7 +131,8 @@ struct penstock_adapt {
     int64_t x_stride, y_stride, depth;
     int num_runs, product;
 };
-void penstock_adapt(const struct penstock_cpu *cpu, const struct penstock_adapt *adapt);
+/* Return -1 without memory, else 0. */
+int penstock_adapt(const struct penstock_cpu *cpu, const struct penstock_adapt *adapt);
 
 /* The location of one layer's recurrent state for the rows of a step. Unit u of the layer is at
  * base + table[row * pages + (first_unit + u) / units_per_page] * page_bytes + (first_unit + u) % units_per_page *

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock import _csrc
@@ -23,6 +24,7 @@ from penstock.executor.kernels.weight import Format, Weight
 from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
+NARROW_COLUMNS = 16  # in blocks of the rest, as in csrc/cpu_level.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,16 @@ class CpuProduct:
     ) -> None:
         """Pack weights that `Format.codes_for_cpu` or `is_repacked` accepts; raise ExecutorError if a scale is not finite."""
         assert dtype in DTYPES
+        assert dtype is torch.float32 or all(not each.is_numbers or each.codes.dtype is dtype for each in weights)
         self._dtype, self._depth = dtype, weights[0].shape[1]
         self._cpu = describe_cpu(dtype, num_threads, level)
         self.bias = None if bias is None else bias.float().contiguous()
         self.weights = [_pack(weight, self._cpu.level) for weight in weights]
         self._width = sum(weight.shape[0] for weight in weights)
-        self._parts = _csrc.ffi.new("struct penstock_part[]", self._describe(0, -1))  # for all rows of an input
+        self.parts = _csrc.ffi.new("struct penstock_part[]", self._describe(0, -1))  # for all rows of an input
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._parts)
+        return self._multiply(x, self.parts)
 
     @staticmethod
     def each(products: "Sequence[CpuProduct]", counts: Sequence[int], x: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ class CpuProduct:
 
     def describe(self, projection: Any) -> None:
         """Fill in a struct penstock_projection."""
-        projection.parts, projection.num_parts = self._parts, len(self.weights)
+        projection.parts, projection.num_parts = self.parts, len(self.weights)
         projection.depth, projection.width = self._depth, self._width
 
     def _describe(self, first_row: int, num_rows: int) -> list[tuple[int, ...]]:
@@ -103,6 +106,8 @@ class CpuProduct:
             assert isinstance(weight.format, Panels)
             kind = weight.format.type
             number = _lib.PENSTOCK_NUMBERS if kind is None else kind.number
+            if kind is None and self._dtype is torch.float32 and weight.codes.dtype is torch.int32:
+                number = _lib.PENSTOCK_PAIRS  # a bfloat16 weight
             bias = 0 if self.bias is None else self.bias[column:].data_ptr()
             parts.append((number, weight.codes.data_ptr(), bias, column, weight.shape[0], first_row, num_rows))
             column += weight.shape[0]
@@ -142,17 +147,18 @@ def _pack(weight: Weight, level: int) -> Weight:
 
 
 def _pack_numbers(weight: Tensor, columns: int) -> Tensor:
-    """Pack [out, in] as [out / columns, in, columns], zero-padded; pairs of bfloat16 along `in` stay together."""
+    """Pack [out, in] in blocks [in, columns], one after the other, and what is left of `out` in narrower blocks, zero-padded
+    (csrc/cpu_level.h); pairs of bfloat16 along `in` stay together."""
     width, depth = weight.shape
     assert weight.dtype in DTYPES and depth % 2 == 0
     words = weight.contiguous().view(torch.int32 if weight.dtype is torch.bfloat16 else weight.dtype)
-    num_blocks = -(-width // columns)
-    shape = num_blocks, words.shape[1], columns
+    whole, narrow = width // columns * columns, min(columns, NARROW_COLUMNS)
+    rest = F.pad(words[whole:], (0, 0, 0, (whole - width) % narrow))
+    shape = whole + len(rest), words.shape[1]
     packed = torch.frombuffer(allocate(math.prod(shape) * 4), dtype=words.dtype).view(shape)
-    whole = width // columns
-    packed[:whole] = words[: whole * columns].unflatten(0, (-1, columns)).transpose(1, 2)
-    if width % columns:
-        packed[whole, :, : width % columns] = words[whole * columns :].T
+    for first, size, rows in ((0, columns, words[:whole]), (whole, narrow, rest)):
+        blocks = packed[first : first + len(rows)].view(len(rows) // size, words.shape[1], size)
+        blocks.copy_(rows.unflatten(0, (len(rows) // size, size)).transpose(1, 2))
     return packed
 
 

@@ -1,7 +1,7 @@
 """Applies LoRA adapters to products: y += (x down) up for each run of rows with an adapter, in one call per product.
 
-On a CPU the C kernel (csrc/cpu_lora.h) reads each adapter's own weights. On a GPU a Triton kernel
-(cuda/adapter_products.py) reads slots of equal size, as many as a step may have adapters.
+On a CPU these are products of runs of rows with different weights, as those of experts (cpu_product.py). On a GPU a
+Triton kernel (cuda/adapter_products.py) reads slots of equal size, as many as a step may have adapters.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels.cpu_ops import addresses, describe_cpu
+from penstock.executor.kernels.cpu_product import CpuProduct
 from penstock.executor.kernels.select import cuda_kernels
+from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.staging import send_list
 
-MOST_RANKS = 800  # maximum sum of the parts' ranks, the buffer size in csrc/cpu_level.h: three of 256, aligned
-ALIGNED = 16  # rows of a weight are padded to a multiple of this
 ROWS = 16  # rows of a tile on a GPU: the minimum for a tensor-core product
 Shape = tuple[int, list[int]]  # the shape of a product: number of inputs, and number of outputs of each part
 
@@ -44,7 +44,8 @@ def find_runs(adapter_numbers: np.ndarray) -> np.ndarray:
 class CpuAdapter:
     """One adapter's weights for all products of a model, as C structs."""
 
-    def __init__(self, products: Sequence[LoraProduct]) -> None:
+    def __init__(self, products: Sequence[LoraProduct], dtype: torch.dtype) -> None:
+        self._dtype = dtype  # of the model
         self._kept: list[Any] = []  # keeps alive the objects that the structs point to
         self.structs = _csrc.ffi.new("struct penstock_adapter[]", len(products))
         for struct, parts in zip(self.structs, products, strict=True):
@@ -54,22 +55,24 @@ class CpuAdapter:
     def _describe(self, struct: Any, parts: LoraProduct) -> None:
         # bfloat16, in which many adapters were trained, halves the bytes to read.
         is_exact = all(torch.equal(each.bfloat16().float(), each) for part in parts for each in (part.up, part.down))
-        dtype = torch.bfloat16 if is_exact else torch.float32
-        shared = {id(part.down): part.down for part in parts}  # parts of one joined module share it
+        dtype = torch.bfloat16 if is_exact else self._dtype
+        shared = {id(part.down): _even(part.down.T).T for part in parts}  # parts of one joined module share it
         firsts = dict(zip(shared, accumulate((len(each) for each in shared.values()), initial=0), strict=False))
-        down = _aligned(torch.cat([*shared.values()]).T, dtype)
-        described = _csrc.ffi.new("struct penstock_adapter_part[]", len(parts))
-        for each, part in zip(described, parts, strict=True):
-            up, (rank, width) = _aligned(part.up, dtype), part.up.shape
-            each.up, each.up_stride, each.first = up.data_ptr(), up.stride(0), firsts[id(part.down)]
-            each.rank, each.column, each.width = rank, part.column, width
-            self._kept.append(up)
-            struct.num_weights += up.numel()
-        self._kept += [down, described]
-        assert down.stride(0) <= MOST_RANKS
-        struct.down, struct.down_stride = down.data_ptr(), down.stride(0)
-        struct.parts, struct.num_parts, struct.is_bfloat16 = described, len(parts), dtype is torch.bfloat16
-        struct.num_weights += down.numel()
+        described = _csrc.ffi.new("struct penstock_part[]", len(parts))
+        for index, part in enumerate(parts):
+            up = _even(part.up.T)
+            described[index] = self._pack(up, dtype)
+            each = described[index]
+            each.column, each.input, each.depth = part.column, firsts[id(part.down)], up.shape[1]
+        struct.down = self._pack(_even(torch.cat([*shared.values()])), dtype)
+        struct.ups, struct.num_ups = described, len(parts)
+        self._kept.append(described)
+
+    def _pack(self, weight: Tensor, dtype: torch.dtype) -> Any:
+        """Pack a weight [out, in] once, converted to `dtype`; return its struct penstock_part."""
+        product = CpuProduct([plain_weight(weight.to(dtype))], self._dtype)
+        self._kept.append(product)
+        return product.parts[0]
 
 
 class CpuAdapters:
@@ -79,10 +82,10 @@ class CpuAdapters:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._held: dict[int, CpuAdapter] = {}
-        self._cpu = describe_cpu(dtype, None, None)
+        self._dtype, self._cpu = dtype, describe_cpu(dtype, None, None)
 
     def hold(self, number: int, products: Sequence[LoraProduct]) -> None:
-        self._held[number] = CpuAdapter(products)
+        self._held[number] = CpuAdapter(products, self._dtype)
 
     def forget(self, number: int) -> None:
         del self._held[number]
@@ -107,12 +110,16 @@ class CpuRuns:
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
         """Add the adapters' contribution for x [T, depth] to y [T, width]."""
         assert x.stride(1) == y.stride(1) == 1 and x.dtype is y.dtype
+        if x.stride(0) % 2 or x.shape[1] % 2:
+            x = _even(x)
         sizes = x.stride(0), y.stride(0), x.shape[1], len(self), product
-        self._lib.penstock_adapt(self._cpu, [(*addresses(x, y), self.structs, *sizes)])
+        if self._lib.penstock_adapt(self._cpu, [(*addresses(x, y), self.structs, *sizes)]):
+            raise MemoryError(f"no memory for the adapters of {len(x)} rows")
 
 
-def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.pad(weight, (0, -weight.shape[1] % ALIGNED)).to(dtype).contiguous()
+def _even(x: Tensor) -> Tensor:
+    """Return x with an even number of columns, the last one zero where it is added."""
+    return F.pad(x, (0, x.shape[1] % 2))
 
 
 class LoraSlots:

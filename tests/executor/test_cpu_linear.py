@@ -32,12 +32,16 @@ def test_it_equals_the_product_in_float64(
 ) -> None:
     weight = random(width, depth, dtype=dtype, seed=1) / depth**0.5
     bias = random(width, dtype=dtype, seed=2) if has_bias else None
-    linear = product_of(weight, bias, 2, level)
+    linear, exact = (
+        product_of(weight, bias, 2, level),
+        CpuProduct([plain_weight(weight)], torch.float32, bias, 2, level),
+    )
     for rows in (0, 1, 5, 6, 19, 100):
         x = random(rows, depth, dtype=dtype, seed=3)
         expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
         tolerance = 1e-5 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(exact(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @every_level
