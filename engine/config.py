@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from penstock.executor.protocol import ExecutorConfig
 
+COMPILE_LIMIT_S = 10.0  # of a grammar, since a thread began: much more than any useful one needs on a busy machine
+
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier."""

@@ -31,15 +31,7 @@ from penstock.engine.options import (
 )
 from penstock.engine.sampling_params import plain_number
 from penstock.engine.vllm_options import add_ignored_options, split_ignored, unknown_option
-from penstock.executor.protocol import (
-    Device,
-    DType,
-    EplbConfig,
-    ExecutorConfig,
-    ExecutorKind,
-    KvDType,
-    LoadFormat,
-)
+from penstock.executor.protocol import Device, DType, EplbConfig, ExecutorConfig, ExecutorKind, KvDType, LoadFormat
 
 DTYPES = {
     "half": "float16",

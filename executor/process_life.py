@@ -12,7 +12,6 @@ with many threads, where no Python code may run between fork and exec.
 import asyncio
 import contextlib
 import faulthandler
-import logging
 import os
 import selectors
 import signal
@@ -24,11 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from penstock.executor.child_main import die_with, leave
+from penstock.executor.logs import log_to_stderr
 
 HEARTBEAT_S = 1.0
 EXIT_S = 1.0  # maximum time between the closing of a process's socket and its exit status
@@ -36,9 +36,6 @@ STALL_S = 8  # a child that stops in the middle of a message, or does not read f
 LOOK_S = 0.1  # polling interval of `wait_for`
 CHILD_MAIN = "penstock.executor.child_main"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # child processes inherit it
-ROOMS = ("engine", "executor", "cache", "router")  # the packages that log
-LEVELS = ("debug", "info", "warning", "error", "critical")
 
 Message = TypeVar("Message")
 Start = TypeVar("Start", bound=msgspec.Struct)
@@ -194,60 +191,6 @@ class Reporter:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
-
-
-# Logging, in this process and in its children.
-
-
-def log_levels(text: str) -> dict[str, str]:
-    """Parse `info,router=debug` into {"": "info", "router": "debug"}, where "" is all folders; ValueError if invalid."""
-    levels_by_room: dict[str, str] = {}
-    for part in text.split(","):
-        room, mark, level = part.strip().rpartition("=")
-        if mark and room not in ROOMS:
-            raise ValueError(f"log_level: {room[:40]!r} is not a folder of the code; known are {', '.join(ROOMS)}")
-        if level.lower() not in LEVELS:
-            raise ValueError(f"log_level: {level[:40]!r} is not a level; levels are {', '.join(LEVELS)}")
-        if room in levels_by_room:
-            raise ValueError(f"log_level: given twice for {room or 'all'}")
-        levels_by_room[room] = level.lower()
-    return levels_by_room
-
-
-class LineFormatter(logging.Formatter):
-    """Formats a record as one line, in which control characters are escaped: messages quote what clients wrote, and a
-    line feed there would begin a line of the client's own. The lines of a traceback are indented."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _escaped(super().formatMessage(record).rstrip("\n"))
-
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
-
-
-def _escaped(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
-def log_to_stderr(levels: str | None = None) -> None:
-    """Write this package's log to standard error. Libraries log warnings only, because their lines may contain prompts.
-
-    `levels` also applies to child processes started from now on."""
-    if levels is not None:
-        os.environ[LOG_VARIABLE] = levels
-    found = log_levels(os.environ.get(LOG_VARIABLE, "info"))
-    overall = getattr(logging, found.pop("", "info").upper())
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
-    logging.basicConfig(level=max(overall, logging.WARNING), handlers=[handler])
-    logging.getLogger("penstock").setLevel(overall)
-    for room, level in found.items():
-        logging.getLogger(f"penstock.{room}").setLevel(level.upper())
 
 
 # Signals of a process that a user starts and stops.

@@ -19,7 +19,8 @@ from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.sockets import BACKLOG, PortError, bind_sockets, listen, url_of
 from penstock.engine.options import add_options, built
 from penstock.engine.text.model_text import load_text
-from penstock.executor.process_life import Stopping, log_to_stderr, stop_signals, wait_for
+from penstock.executor.logs import log_to_stderr
+from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, check_together, resolve

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "engine": {
         *("engine", "cache", "executors", "_csrc", "executor.protocol", "executor.process_life", "executor.machine"),
         *("executor.regular_files", "executor.shared_tensors", "executor.gguf_header", "executor.forward"),
-        "executor.models.catalogue",
+        *("executor.models.catalogue", "executor.logs"),
         "executor.loading.fields",  # without torch
         "prove",
     },
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "prove": {"prove"},
     "router": {
         *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
-        "executor.process_life",
+        *("executor.process_life", "executor.logs"),
     },
     "__init__": {"engine"},
     "cli": {*ROOMS},
@@ -46,12 +46,12 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("config messages", "core", "options vllm_options engine_options sampling_params invalid_request model_error model_files", "http", "page",
                "text", "grammar", "front", "server", "commands"),
-    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress child_main process_life outbox machine weight_memory",
+    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress child_main logs process_life outbox machine weight_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
     "router": ("backend background discovery config", "http", "placement", "fleet",
                "routes answer leg prefill metrics exchange spans tokenizer_check app serve ray_serve"),
-    "cache": ("keys pool", "tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
+    "cache": ("keys pool", "tiers.names tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip
 # Parts that only the named modules import, so that each can be deleted together with its tests.
@@ -302,7 +302,7 @@ CLOSURES = {
         *("executor.loading", "executor.models", "executor.process_life"),
     }),
     "engine.core.engine_core": (4_100, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
-    "engine.server.app": (11_800, {"prove", "engine.commands.bench"}),
+    "engine.server.app": (11_600, {"prove", "engine.commands.bench"}),
     "router.app": (7_350, {
         *("engine.grammar", "engine.front", "engine.server", "engine.model_files", "engine.sampling_params"),
         *("engine.vllm_options", "executor.protocol"),

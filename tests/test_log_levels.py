@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from penstock.cli import main
-from penstock.executor.process_life import LOG_VARIABLE, log_levels
+from penstock.executor.logs import LOG_VARIABLE, log_levels
 from tests.support.refusals import table
 
 PARENT = """
 import sys
 import msgspec
-from penstock.executor.process_life import log_to_stderr, start_child
+from penstock.executor.logs import log_to_stderr
+from penstock.executor.process_life import start_child
 from tests.support.says_levels import Levels, Nothing, levels
 log_to_stderr(sys.argv[1] or None)
 child = start_child("tests.support.says_levels", "a child", Nothing())
@@ -25,7 +26,7 @@ print(msgspec.json.encode([levels(), heard]).decode())
 
 HOSTILE = """
 import logging
-from penstock.executor.process_life import log_to_stderr
+from penstock.executor.logs import log_to_stderr
 log_to_stderr()
 log = logging.getLogger("penstock.engine")
 text = "a\\nb\\r\\x1b[2J\\x85\\u2028\\u202e\\udc80\\x00\\u00e9\\u2192"

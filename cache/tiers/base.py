@@ -14,19 +14,6 @@ been verified. A *store* is also the object that holds the blocks of one tier.
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
-DISK, PEER = "disk", "peer"
-SERVED = "served"  # the entry of the stores' statistics for blocks served to peers
-
-
-def peer_name(address: str) -> str:
-    """Return the name of the store for the peer at `address`; each peer is a store of its own."""
-    return f"{PEER} {address}"
-
-
-def tier_of(store: str) -> str:
-    """Return the tier of a store; all peers belong to one tier."""
-    return store.partition(" ")[0]
-
 
 class StoreResult(NamedTuple):
     """The result of a load or store, reported exactly once; the store does not touch the buffer afterwards."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
-from penstock.cache.tiers.base import DISK
+from penstock.cache.tiers.names import DISK
 
 STORE_SHARE = 4  # stores on a slow disk may pin at most 1 / STORE_SHARE of the host blocks
 

@@ -20,7 +20,8 @@ from penstock.engine.options import add_options, built, flag, given_options
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import load_template
-from penstock.executor.process_life import log_to_stderr, stop_signals
+from penstock.executor.logs import log_to_stderr
+from penstock.executor.process_life import stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo
 
 USER_ERRORS = (ConfigError, EngineDead, ExecutorError, ModelError, PortError)

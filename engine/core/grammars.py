@@ -10,9 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from penstock.engine.config import COMPILE_LIMIT_S
 from penstock.executor.protocol import Array
-
-COMPILE_LIMIT_S = 10.0  # since a thread started the job: much more than any useful grammar needs on a busy machine
 
 
 class GrammarState(Protocol):

@@ -5,8 +5,8 @@ Until a rate has been measured, blocks are loaded, which yields the first measur
 
 from collections.abc import Iterable, Mapping
 
-from penstock.cache.tiers.base import PEER, SERVED, tier_of
 from penstock.cache.tiers.index import TierIndex
+from penstock.cache.tiers.names import PEER, SERVED, tier_of
 
 MIN_PATIENCE_S = 0.01  # minimum time before a load counts as late …
 UNKNOWN_PATIENCE_S = 2.0  # … the time before anything has been measured …

@@ -20,8 +20,8 @@ from functools import partial
 from itertools import chain
 
 from penstock.cache.pool import BlockPool
-from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
+from penstock.cache.tiers.names import DISK, PEER, tier_of
 from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.prefix_loads import LookUp, PrefixLoads

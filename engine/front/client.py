@@ -232,15 +232,7 @@ class AsyncEngine:
         """Start a request whose `params` have been checked. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors
         come as updates. `begin_answer` explains the options.
         """
-        answer = begin_answer(
-            f"{next(self._ids):x}",
-            prompt,
-            params,
-            self.info,
-            self.tokenizer,
-            self.abort,
-            **options,
-        )
+        answer = begin_answer(f"{next(self._ids):x}", prompt, params, self.info, self.tokenizer, self.abort, **options)
         self.admit(params.n)
         self.answers.add(answer)
         for message in answer.messages:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.template_messages import Message
 from penstock.engine.text.tokenizer import Tokenizer
 
 
@@ -52,7 +52,7 @@ class FamiliarTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: list[Message],
+        conversation: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         *,
         tokenize: bool = True,
@@ -73,8 +73,8 @@ class FamiliarTokenizer:
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def prompt(self, conversation: list[Message], **options: Any) -> str:
+    def prompt(self, conversation: list[dict[str, Any]], **options: Any) -> str:
         """Render a conversation. The options are those of `chat_prompt`."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
-        return chat_prompt(self._template, conversation, **options)
+        return chat_prompt(self._template, messages_of(conversation), **options)

@@ -51,9 +51,7 @@ def _stat_fields(path: Path) -> list[str]:
 
 class Liveness:
     def __init__(
-        self,
-        look: Callable[[int], ProcessLook | None] = look_at,
-        clock: Callable[[], float] = time.monotonic,
+        self, look: Callable[[int], ProcessLook | None] = look_at, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.pid: int | None = None  # None: there is no process to examine
         self._look, self._clock = look, clock

@@ -309,13 +309,7 @@ class LLM:
         self._num_requests += 1
         options |= {"cache_salt": cache_salt, "grammar": self._grammar(params)}
         answer = begin_answer(
-            str(self._num_requests),
-            given,
-            params,
-            batch.core.info,
-            self.tokenizer,
-            batch.abort,
-            **options,
+            str(self._num_requests), given, params, batch.core.info, self.tokenizer, batch.abort, **options
         )
         batch.add(answer, text)
 

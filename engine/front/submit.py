@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypedDict, Unpack
 import msgspec
 from msgspec import Meta
 
-from penstock.cache.tiers.base import peer_name
+from penstock.cache.tiers.names import peer_name
 from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Submit

@@ -7,7 +7,7 @@ leave out the vocabulary: the core may still refuse a grammar for its masks.
 import asyncio
 from concurrent.futures import Future
 
-from penstock.engine.core.grammars import COMPILE_LIMIT_S
+from penstock.engine.config import COMPILE_LIMIT_S
 from penstock.engine.grammar.compile_limits import LIMITS, start_thread
 from penstock.engine.grammar.matcher import shortened
 

@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from penstock.engine.options import flag
-from penstock.executor.process_life import LOG_VARIABLE, log_levels
+from penstock.executor.logs import LOG_VARIABLE, log_levels
 
 TRACES_PATH = "/v1/traces"
 SDK_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")  # the extra `otel`

@@ -39,11 +39,7 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
 
 
 async def ask(
-    service: Service,
-    call: Call,
-    request: ChatRequest,
-    conversation: Conversation,
-    prompt_ids: list[int] | None = None,
+    service: Service, call: Call, request: ChatRequest, conversation: Conversation, prompt_ids: list[int] | None = None
 ) -> ReadingPlan:
     """Check the request and submit it to the engine; return the plan for parsing its answers. `prompt_ids` replace the
     conversation's messages."""

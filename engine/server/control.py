@@ -93,7 +93,5 @@ GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
     "/weights_version": lambda service: {"weights_version": service.engine.state.weights_version},
     "/get_world_size": lambda service: {"world_size": service.engine.config.executor.tensor_parallel_size},
     # Contains only the fields that show trainers that there is no NCCL group to join.
-    "/server_info": lambda service: {
-        "vllm_config": {"model": service.model_name, "weight_transfer_config": None},
-    },
+    "/server_info": lambda service: {"vllm_config": {"model": service.model_name, "weight_transfer_config": None}},
 }

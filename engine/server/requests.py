@@ -21,6 +21,7 @@ from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server.lenient import declared
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
 from penstock.engine.server.tool_schema import CustomTool, Function, GrammarFormat, TextInput, as_function
+from penstock.engine.text.chat_messages import CalledFunction, Message, PastCall, TextPart
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
@@ -111,9 +112,8 @@ def check_type(kind: str, **has: bool) -> None:
         raise ValueError(f"the type {kind!r} needs the field {kind!r}, and no field of another type")
 
 
-class PastFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    arguments: str | dict[str, Any]  # the text of a JSON object, or the object
+class PastFunction(CalledFunction, frozen=True, forbid_unknown_fields=True):
+    """The function of a call."""
 
 
 class PastInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,8 +127,8 @@ _NO_CALL = PastFunction("", "")
 _NO_FUNCTION = Function("")
 
 
-class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call of an earlier answer, sent back as history. That of a custom tool becomes a call of its function."""
+class ChatCall(PastCall, kw_only=True, forbid_unknown_fields=True):
+    """A call of an earlier answer. That of a custom tool becomes a call of its function."""
 
     id: Annotated[str, Meta(min_length=1, max_length=256)]
     function: PastFunction = _NO_CALL
@@ -139,26 +139,19 @@ class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         check_type(self.type, function=self.function is not _NO_CALL, custom=self.custom is not None)
         if (custom := self.custom) is not None:
-            as_call = {"function": PastFunction(custom.name, {"input": custom.input}), "type": "function"}
-            for name, value in as_call.items():
-                msgspec.structs.force_setattr(self, name, value)
+            self.function = PastFunction(custom.name, {"input": custom.input})
 
 
-class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ContentPart(TextPart, frozen=True, forbid_unknown_fields=True):
     """A part of a message. Rendering the message checks that it is a text."""
 
-    type: Any = None
-    text: Any = None
 
+class ChatMessage(Message, kw_only=True, forbid_unknown_fields=True):
+    """A message of a chat request."""
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of `reasoning_content`
-    tool_calls: list[PastCall] | None = None
-    tool_call_id: str | None = None  # in a tool message: the call that it answers
+    tool_calls: list[ChatCall] | None = None
     # Further fields of our own answers, which clients send back as history.
     refusal: str | None = None
     annotations: Raw = Raw()  # not part of the prompt, so it is never decoded

@@ -141,14 +141,10 @@ class ServerConfig:
         "allow clients to load adapters from the server's folders and to unload them (default: off)", default=False
     )
     allow_weight_updates: bool = flag(
-        "allow clients to pause the engine, put it to sleep and replace its weights (default: off)",
-        default=False,
+        "allow clients to pause the engine, put it to sleep and replace its weights (default: off)", default=False
     )
     drain_timeout_s: Delay = flag(
-        "seconds that a stop waits for running requests",
-        "S",
-        ("--drain-timeout", "--shutdown-timeout"),
-        default=30.0,
+        "seconds that a stop waits for running requests", "S", ("--drain-timeout", "--shutdown-timeout"), default=30.0
     )
 
 

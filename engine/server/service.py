@@ -134,12 +134,7 @@ class Service:
             self._num_preparing -= num_sequences
 
     def generate(
-        self,
-        call: Call,
-        request: PromptRequest,
-        prompts: list[bytes],
-        params: SamplingParams,
-        **options: Any,
+        self, call: Call, request: PromptRequest, prompts: list[bytes], params: SamplingParams, **options: Any
     ) -> None:
         """Submit every prompt to the engine, with `params` that have been checked, and add the answers to the call, which is
         released at its end."""

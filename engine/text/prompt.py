@@ -1,10 +1,11 @@
 """Renders a chat into its prompt, for the server, the router and `LLM`, so that all three produce the same prompt."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.text.chat_messages import Message
 from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.template_messages import Message
 
 MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context length is refused before it is tokenized
 INLINE_CHARS = 2048  # up to this length, tokenizing on the event loop costs about as much as using a thread
@@ -15,7 +16,7 @@ NOT_VARIABLES = frozenset(RENDERING) - {"chat_template_kwargs"} | {"tools", "too
 
 def chat_prompt(
     template: ChatTemplate,
-    messages: list[Message],
+    messages: Sequence[Message],
     *,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,

@@ -8,21 +8,18 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
+from penstock.engine.text.chat_messages import Message, PlainMessage, objects, plain, plain_messages
 from penstock.engine.text.render_time import RENDER_S, Limited, RenderTimeout
 from penstock.engine.text.template_files import read_template
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
-    Message,
-    check_messages,
-    objects,
-    plain,
     with_arguments_as_text,
     with_system_first,
     with_text_as_reasoning,
@@ -31,9 +28,9 @@ from penstock.engine.text.template_messages import (
 from penstock.engine.text.tokenizer import Tokenizer
 
 # Test messages that show how a template treats system messages; see ChatTemplate._prints_mark.
-SYSTEM: Message = {"role": "system", "content": "first"}
-USER: Message = {"role": "user", "content": "hello"}
-ASSISTANT: Message = {"role": "assistant", "content": "hello"}
+SYSTEM: PlainMessage = {"role": "system", "content": "first"}
+USER: PlainMessage = {"role": "user", "content": "hello"}
+ASSISTANT: PlainMessage = {"role": "assistant", "content": "hello"}
 MARK = "b9f1c7e2"
 
 # Found in templates that print call arguments unchanged, so they must be JSON text, and in those that take objects.
@@ -65,7 +62,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: list[Message],
+        messages: Sequence[Message],
         /,
         *,
         add_generation_prompt: bool = True,
@@ -86,7 +83,7 @@ class ChatTemplate:
 
     def _render(
         self,
-        messages: list[Message],
+        messages: Sequence[Message],
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None,
         continue_final_message: bool,
@@ -98,7 +95,7 @@ class ChatTemplate:
         for name in ("messages", *self._special_tokens):
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
-        chat, tools = self._with_system(check_messages(messages)), objects(tools, "tools")
+        chat, tools = self._with_system(plain_messages(messages)), objects(tools, "tools")
         if continue_final_message and chat[-1].get("tool_calls"):
             raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
         if tools_as_text:
@@ -119,7 +116,7 @@ class ChatTemplate:
         text = self._template(bool(tools))(variables)
         return _cut(text, mark) if mark else text
 
-    def _with_system(self, chat: list[Message]) -> list[Message]:
+    def _with_system(self, chat: list[PlainMessage]) -> list[PlainMessage]:
         """Rewrite system and developer messages so that this template prints all of them."""
         roles = [message["role"] for message in chat]
         is_mapped = "developer" in roles and not self._has_developer
@@ -139,7 +136,7 @@ class ChatTemplate:
     def _takes_later(self) -> bool:
         return self._prints_mark([SYSTEM, USER, ASSISTANT], [USER])
 
-    def _prints_mark(self, before: list[Message], after: list[Message]) -> bool:
+    def _prints_mark(self, before: list[PlainMessage], after: list[PlainMessage]) -> bool:
         """Render a test chat; return whether the template prints a system (or supported developer) message there."""
         for role in SYSTEM_ROLES if self._has_developer else SYSTEM_ROLES[:1]:
             chat = [*before, {"role": role, "content": MARK}, *after]
@@ -174,7 +171,7 @@ def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemp
     return ChatTemplate(sources, tokenizer.special_tokens) if sources else None
 
 
-def _mark_end(chat: list[Message]) -> str:
+def _mark_end(chat: list[PlainMessage]) -> str:
     """Append a mark to the last message's text and return it. The mark ends with a space, which shows whether the
     template trims the text."""
     if not chat[-1]["content"]:

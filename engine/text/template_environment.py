@@ -131,8 +131,7 @@ def _render(template: Template, variables: dict[str, Any]) -> str:
         raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
     except FAULTS as error:
         raise InvalidRequest(
-            "messages",
-            f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}",
+            "messages", f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}"
         ) from None
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.cache.tiers.base import DISK, Store, peer_name
+from penstock.cache.tiers.base import Store
 from penstock.cache.tiers.disk.tier import DiskTier
 from penstock.cache.tiers.memory import huge_array
+from penstock.cache.tiers.names import DISK, peer_name
 from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.cache.tiers.peer.server import PeerServer
 from penstock.cache.tiers.peer.store import PeerTier

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cache.tiers.base import DISK, Store
+from penstock.cache.tiers.base import Store
+from penstock.cache.tiers.names import DISK
 
 
 class PendingContent(NamedTuple):

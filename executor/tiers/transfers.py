@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.cache.tiers.base import DISK, SERVED, Store
+from penstock.cache.tiers.base import Store
+from penstock.cache.tiers.names import DISK, SERVED
 from penstock.executor.protocol import TransferResult, Transfers
 from penstock.executor.tiers.served import PendingContent, ServedBlocks
 

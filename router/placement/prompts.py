@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
+from penstock.engine.text.chat_messages import Message
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
 from penstock.engine.text.render_time import RENDER_S, TRIAL_S, Limited, RenderTimeout
 from penstock.engine.text.template import ChatTemplate
@@ -53,7 +54,6 @@ NOT_IN_PROMPT = frozenset(
     }
 )
 RENDERED = frozenset({"messages", "add_special_tokens", *RENDERING})
-PLAIN_MESSAGE = frozenset({"role", "content", "name", "reasoning_content"})
 PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 _TEXT = msgspec.json.Decoder(str)
@@ -62,9 +62,9 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 class ChatFields(msgspec.Struct):
-    """The fields of a chat that its template is given."""
+    """The fields of a chat that its template is given. Messages may have fields that the engine may not show it."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -74,7 +74,12 @@ class ChatFields(msgspec.Struct):
     documents: list[dict[str, Any]] | None = None
 
 
+class KnownMessage(Message, kw_only=True, forbid_unknown_fields=True):
+    """A message without other fields."""
+
+
 _CHAT = msgspec.json.Decoder(ChatFields)
+_KNOWN = msgspec.json.Decoder(list[KnownMessage])
 
 
 class PromptReader:
@@ -151,17 +156,16 @@ class PromptReader:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
-        messages = [{name: value for name, value in message.items() if value is not None} for message in chat.messages]
         options = {"tools": chat.tools, "documents": chat.documents, **rendering(chat)}
         try:
             with Limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
-                text = chat_prompt(self.template, messages, **options)
+                text = chat_prompt(self.template, chat.messages, **options)
         except RenderTimeout:
             self.template.is_slow = True  # later chats are rendered in a thread
             return None
         # The engine reads the reasoning state of a message to be continued from its text.
-        is_plain = not chat.continue_final_message and all(map(_is_plain, chat.messages))
-        is_exact = is_plain and fields.keys() <= NOT_IN_PROMPT | RENDERED
+        is_exact = not chat.continue_final_message and fields.keys() <= NOT_IN_PROMPT | RENDERED
+        is_exact = is_exact and all(map(_is_plain, chat.messages)) and _has_known_fields(fields["messages"])
         return self.segments.encode(text, bool(chat.add_special_tokens)), is_exact
 
 
@@ -179,10 +183,15 @@ def _is_list(prompt: Raw) -> bool:
     return memoryview(prompt)[:1].tobytes() == b"["  # `bytes(prompt)` would copy the whole prompt
 
 
-def _is_plain(message: dict[str, Any]) -> bool:
-    """Return whether every version of the engine renders this message in the same way."""
-    return (
-        message.keys() <= PLAIN_MESSAGE
-        and message.get("role") in PLAIN_ROLES
-        and isinstance(message.get("content"), (str, list))
-    )
+def _is_plain(message: Message) -> bool:
+    """Return whether every version of the engine renders this message in the same way if it has no other fields."""
+    others = (message.reasoning, message.tool_calls, message.tool_call_id)
+    return message.role in PLAIN_ROLES and message.content is not None and others == (None, None, None)
+
+
+def _has_known_fields(messages: Raw) -> bool:
+    try:
+        _KNOWN.decode(messages)
+    except msgspec.ValidationError:
+        return False
+    return True

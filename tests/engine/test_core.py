@@ -32,8 +32,7 @@ from tests.support.oracle import OracleExecutor, content_folder
 from tests.support.simulation import submit
 
 CONFIG = EngineConfig(
-    executor=ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 50}),
-    scheduler=SchedulerConfig(),
+    executor=ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 50}), scheduler=SchedulerConfig()
 )
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text
@@ -83,7 +84,7 @@ def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
         messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
         tokenized.clear()
-        cache.encode(template.render(messages), False)
+        cache.encode(template.render(messages_of(messages)), False)
         assert sum(map(len, tokenized)) < 900
 
 

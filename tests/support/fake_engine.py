@@ -66,12 +66,7 @@ class FakeEngine:
     """Answers with the prompt, over and over. `delay_s` is the time of a step; `hold` stops all steps."""
 
     def __init__(
-        self,
-        *,
-        delay_s: float = 0.0,
-        max_open: int = 4096,
-        info: ModelInfo = INFO,
-        tokenizer: Tokenizer | None = None,
+        self, *, delay_s: float = 0.0, max_open: int = 4096, info: ModelInfo = INFO, tokenizer: Tokenizer | None = None
     ) -> None:
         self.info = info
         self.reply: str | None = None  # what it says in place of the prompt

@@ -171,9 +171,7 @@ class DatasetOptions:
     random_num_prefixes: Count = flag("number of different prefixes", "N", default=1)
     trace_speed: Factor = flag("replay the trace this many times faster", "X", default=1.0)
     trace_length_scale: Factor = flag(
-        "multiply all lengths of the trace, for a model with a shorter context",
-        "X",
-        default=1.0,
+        "multiply all lengths of the trace, for a model with a shorter context", "X", default=1.0
     )
 
     def __post_init__(self) -> None:

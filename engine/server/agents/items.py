@@ -14,16 +14,17 @@ from penstock.engine.server.agents.items_schema import (
     AnyItem,
     CallItem,
     CustomCallItem,
+    ItemText,
     MessageItem,
     ReasoningItem,
     ResultItem,
-    TextPart,
 )
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
 from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.requests import Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.engine.server.tool_schema import Function
+from penstock.engine.text.chat_messages import TextPart
 from penstock.executor.protocol import ModelInfo
 
 INPUT: Any = str | list[dict[str, Any]]
@@ -97,7 +98,7 @@ def chat_tools(tools: Mapping[int, Function], paths: dict[str, str], schema_fiel
     return [Tool(tool) for tool in tools.values()]
 
 
-def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+def chat_text(content: str | list[ItemText]) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part.text or part.refusal} for part in content]
+    return [TextPart("text", part.text or part.refusal) for part in content]

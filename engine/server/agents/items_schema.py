@@ -31,7 +31,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a request; a field that is not here is refused."""
 
 
-class TextPart(Strict, frozen=True, omit_defaults=True):
+class ItemText(Strict, frozen=True, omit_defaults=True):
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str = ""
     refusal: str = ""
@@ -45,7 +45,7 @@ class TextPart(Strict, frozen=True, omit_defaults=True):
             msgspec.structs.force_setattr(self, field, None)
 
 
-Text = str | list[TextPart]
+Text = str | list[ItemText]
 
 
 class AnyItem(Strict, frozen=True, tag_field="type", kw_only=True):
@@ -82,8 +82,8 @@ class CustomResultItem(ResultItem, frozen=True, tag="custom_tool_call_output"):
 
 
 class ReasoningItem(AnyItem, frozen=True, tag="reasoning"):
-    summary: list[TextPart] = []
-    content: list[TextPart] | None = None
+    summary: list[ItemText] = []
+    content: list[ItemText] | None = None
     encrypted_content: Literal[""] | None = None  # content encrypted by another server cannot be decrypted
 
 

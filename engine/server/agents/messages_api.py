@@ -29,6 +29,7 @@ from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.service import Service
+from penstock.engine.text.chat_messages import TextPart
 from penstock.engine.text.prompt import thinking_switch
 
 PATHS = {  # the chat API's field → the field in this API
@@ -90,7 +91,7 @@ def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
     blocks = [TextBlock(text=content)] if isinstance(content, str) else content
     if not blocks:
         raise InvalidRequest(f"{path}.content", "at least one block is needed")
-    texts: list[dict[str, str]] | None = None
+    texts: list[TextPart] | None = None
     for index, block in enumerate(blocks):
         at = f"{path}.content[{index}]"
         owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
@@ -100,7 +101,7 @@ def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
             if texts is None:
                 texts = []
                 chat.say(path, message.role, texts)
-            texts.append({"type": "text", "text": block.text})
+            texts.append(TextPart("text", block.text))
         elif isinstance(block, ThinkingBlock):
             chat.think(path, block.thinking)
         elif isinstance(block, ToolUseBlock):

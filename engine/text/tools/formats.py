@@ -136,11 +136,7 @@ FORMATS: tuple[ToolFormat, ...] = (
 )
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
 # vLLM's names for some formats.
-ALIASES = {
-    "qwen3_xml": "qwen3_coder",
-    "granite4": "hermes",
-    "openai": harmony.NAME,
-}
+ALIASES = {"qwen3_xml": "qwen3_coder", "granite4": "hermes", "openai": harmony.NAME}
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> ToolFormat | None:

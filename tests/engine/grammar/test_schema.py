@@ -24,7 +24,7 @@ KINDS = {
 _DATA = json.loads(Path(__file__).with_name("schema.json").read_text())
 KEYWORDS: list[Any] = _DATA["keywords"]
 ODD_VALUES: list[Any] = [
-    *(None, True, 1.5, -1, "a[", "http://[", [], [3, None], [{"a": []}], {}, {"a": 3}, {"type": [[]]}, [["a"]]),
+    *(None, True, 1.5, -1, "a[", "http://[", [], [3, None], [{"a": []}], {}, {"a": 3}, {"type": [[]]}, [["a"]])
 ]
 # schema, what it holds, what it does not
 HELD: list[Any] = _DATA["held"]

@@ -213,11 +213,7 @@ def test_store_false_keeps_nothing(client: Any, openai: Any) -> None:
 
 
 def test_what_one_key_keeps_is_not_there_for_another(openai: Any) -> None:
-    with (
-        running(api_keys=("sk-a", "sk-b")) as server,
-        server.openai("sk-a") as mine,
-        server.openai("sk-b") as other,
-    ):
+    with running(api_keys=("sk-a", "sk-b")) as server, server.openai("sk-a") as mine, server.openai("sk-b") as other:
         response = mine.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
         assert mine.responses.retrieve(response.id).id == response.id
         for ask in (other.responses.retrieve, other.responses.delete):

@@ -212,11 +212,7 @@ PATCH = 'Zürich \\n <"\n\t>\U0001f600'  # the input of a custom tool
 
 # JSON in marks, a list, parameters in tags, and Gemma's pairs; tests/engine/tools reads calls of every kind.
 @pytest.mark.parametrize(
-    "name",
-    hardest(
-        [name for name in WRITERS if " " not in name],
-        *("hermes", "mistral", "qwen3_coder", "gemma4"),
-    ),
+    "name", hardest([name for name in WRITERS if " " not in name], *("hermes", "mistral", "qwen3_coder", "gemma4"))
 )
 def test_every_api_says_the_same_whole_and_streamed(name: str) -> None:
     calls = CALLS if FORMS[name].has_many else CALLS[:1]

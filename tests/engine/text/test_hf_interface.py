@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from penstock.engine.front.hf_interface import FamiliarTokenizer
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.model_files import resolve_model
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.prompt import chat_prompt
@@ -42,4 +43,4 @@ def test_tools_that_a_template_does_not_know_are_written_as_text_as_in_a_chat(tm
     chat: list[dict[str, Any]] = [USER, CALL, RESULT]
     text = ours.apply_chat_template(chat, tools=TOOLS, tokenize=False)
     assert isinstance(text, str) and '"weather"' in text and "<tool_response>" in text
-    assert text == chat_prompt(ChatTemplate(LINES), chat, add_generation_prompt=False, tools=TOOLS)
+    assert text == chat_prompt(ChatTemplate(LINES), messages_of(chat), add_generation_prompt=False, tools=TOOLS)

@@ -67,10 +67,7 @@ def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkey
         resolve_model()
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    table(__file__, "model files", hf_folder=hf_folder),
-)
+@pytest.mark.parametrize(("make", "sentence"), table(__file__, "model files", hf_folder=hf_folder))
 def test_what_cannot_be_loaded_is_refused_with_one_sentence(
     tmp_path: Path, make: Callable[[Path], Path], sentence: str
 ) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
 from penstock.engine.invalid_request import InvalidRequest
@@ -78,7 +79,7 @@ def test_what_has_a_field_of_its_own_is_no_variable_of_the_template_anywhere(nam
     assert served(body) == f"chat_template_kwargs: {name!r} cannot be set there"
     assert routed(body) is None
     with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs: {name!r} cannot"):
-        chat_prompt(TEMPLATE, [HELLO], chat_template_kwargs={name: True})
+        chat_prompt(TEMPLATE, messages_of([HELLO]), chat_template_kwargs={name: True})
 
 
 @pytest.mark.parametrize("parser", ["auto", "none", "llama3_json"])
@@ -87,7 +88,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages: list[dict[str, Any]] = [HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
-    text = chat_prompt(template, messages)
+    text = chat_prompt(template, messages_of(messages))
     assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
     body = json.dumps({"messages": messages}).encode()
     assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)

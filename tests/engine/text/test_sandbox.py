@@ -2,12 +2,13 @@
 
 import pytest
 
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.text.template import ChatTemplate
 from tests.support.refusals import cases
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES = messages_of([{"role": "user", "content": "hi"}])
 
 ESCAPES = dict(cases(__file__, "escapes"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
@@ -20,6 +21,7 @@ from tests.support.chat_samples import CALL, GEMMA, RESULT, SYSTEM, TOOLS, USER
 from tests.support.refusals import cases, table
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+HELLO = messages_of([USER])
 ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 
 
@@ -46,10 +48,11 @@ def test_a_conversation_renders_as_in_transformers(
         expected = transformers_render(source, messages, **options)
     except Exception as error:
         with pytest.raises(InvalidRequest, match="the model's chat template refuses them: .{10}"):
-            ChatTemplate(source, SPECIAL).render(messages, **options)
+            ChatTemplate(source, SPECIAL).render(messages_of(messages), **options)
         assert str(error)
         return
-    assert ChatTemplate(source, SPECIAL).render(messages, **{"add_generation_prompt": False, **options}) == expected
+    options = {"add_generation_prompt": False, **options}
+    assert ChatTemplate(source, SPECIAL).render(messages_of(messages), **options) == expected
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "gemma", "mistral"])
@@ -60,23 +63,23 @@ def test_an_unfinished_answer_is_continued_as_in_transformers(
     messages = [chat_samples.USER, {"role": "assistant", "content": words}]
     source = chat_samples.TEMPLATES[family]
     expected = transformers_render(source, messages, continue_final_message=True)
-    text = ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=False, continue_final_message=True)
-    assert text == expected
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert ChatTemplate(source, SPECIAL).render(messages_of(messages), **options) == expected
 
 
 @pytest.mark.parametrize("source", cases(__file__, "language"))
 def test_the_language_is_that_of_transformers_environment(transformers_render: Callable[..., str], source: str) -> None:
     messages = chat_samples.CONVERSATIONS["one"]
-    assert ChatTemplate(source, SPECIAL).render(messages) == transformers_render(source, messages)
+    assert ChatTemplate(source, SPECIAL).render(messages_of(messages)) == transformers_render(source, messages)
 
 
 def test_a_date_can_be_asked_for() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([chat_samples.USER]).startswith("20")
+    assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render(HELLO).startswith("20")
 
 
 def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a template is given."""
-    return [json.loads(line) for line in ChatTemplate(ECHO).render(messages).splitlines()]
+    return [json.loads(line) for line in ChatTemplate(ECHO).render(messages_of(messages)).splitlines()]
 
 
 def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None:
@@ -91,25 +94,26 @@ def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
-    [message] = seen([{"role": "assistant", "content": "x", name: "because"}])
+    [message] = seen([{"role": "assistant", "content": "x", name: "because", "mood": ["good"], "weight": None}])
     assert message["reasoning_content"] == message["thinking"] == "because"
+    assert message["mood"] == ["good"] and "weight" not in message, "a template is given other entries as they are"
 
 
 def test_the_caller_s_messages_are_not_changed() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [{"x": 1}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
         {"role": "assistant", "content": "b"},
     ]
     before = json.dumps(messages)
-    ChatTemplate(ECHO).render(messages, add_generation_prompt=False, continue_final_message=True)
+    ChatTemplate(ECHO).render(messages_of(messages), add_generation_prompt=False, continue_final_message=True)
     assert json.dumps(messages) == before
 
 
 @pytest.mark.parametrize(("messages", "field", "sentence"), table(__file__, "messages"))
 def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(ECHO).render(messages)
+        ChatTemplate(ECHO).render(messages_of(messages))
     assert caught.value.field == field
     assert sentence in str(caught.value)
 
@@ -124,7 +128,7 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(("options", "field", "sentence"), table(__file__, "options", nested=nested))
 def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(ECHO, SPECIAL).render([chat_samples.USER], **options)
+        ChatTemplate(ECHO, SPECIAL).render(HELLO, **options)
     assert caught.value.field == field
     assert sentence in str(caught.value)
 
@@ -133,12 +137,12 @@ def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: 
 def test_what_cannot_be_continued_is_refused(source: str, last: dict[str, Any], sentence: str) -> None:
     messages = [chat_samples.USER, {"role": "assistant", **last}]
     with pytest.raises(InvalidRequest, match=sentence):
-        ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+        ChatTemplate(source).render(messages_of(messages), add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_template_s_own_refusal_is_told_and_cut_to_a_bounded_length() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate("{{ raise_exception(messages[0].content) }}").render([{"role": "user", "content": "no " * 10_000}])
+        ChatTemplate("{{ raise_exception('no ' * 10_000) }}").render(HELLO)
     assert caught.value.field == "messages"
     assert len(str(caught.value)) < 400
 
@@ -151,8 +155,8 @@ def test_tools_select_the_template_made_for_them(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     template = load_template(model(tmp_path, tokenizer_config={"chat_template": named}))
     assert template is not None
-    assert template.render([chat_samples.USER]) == "plain"
-    assert template.render([chat_samples.USER], tools=chat_samples.TOOLS) == "with tools"
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=chat_samples.TOOLS) == "with tools"
 
 
 def test_a_model_without_a_template_has_none_unless_the_operator_gives_one(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_a_model_without_a_template_has_none_unless_the_operator_gives_one(tmp_p
     (tmp_path / "own.jinja").write_text("{{ bos_token }}!")
     for override in (str(tmp_path / "own.jinja"), "{{ bos_token }}!"):
         template = load_template(tokenizer, override)
-        assert template is not None and template.render([chat_samples.USER]) == "<s>!"
+        assert template is not None and template.render(HELLO) == "<s>!"
 
 
 def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp
 
 def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
     with pytest.raises(InvalidRequest, match="only for special uses .rag."):
-        ChatTemplate({"rag": "x"}).render([chat_samples.USER])
+        ChatTemplate({"rag": "x"}).render(HELLO)
 
 
 @pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))
@@ -186,7 +190,7 @@ def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str
     template = ChatTemplate("{% for call in messages[0].tool_calls %}" + source + "{% endfor %}{{ tools }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "b": true}'}}
     chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert template.render(chat).removesuffix("None") == wanted
+    assert template.render(messages_of(chat)).removesuffix("None") == wanted
 
 
 ONE_SYSTEM = (
@@ -208,12 +212,12 @@ DEVELOPER_FIRST = (
 def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, expected: str) -> None:
     names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
-    assert ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=False) == expected
+    assert ChatTemplate(source, SPECIAL).render(messages_of(messages), add_generation_prompt=False) == expected
 
 
 def test_later_system_messages_stay_in_their_place_where_the_template_prints_them() -> None:
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "developer", "user")]
-    text = ChatTemplate(chat_samples.QWEN3, SPECIAL).render(messages, add_generation_prompt=False)
+    text = ChatTemplate(chat_samples.QWEN3, SPECIAL).render(messages_of(messages), add_generation_prompt=False)
     assert text.index("assistant\n") < text.index("system\ndeveloper") < text.rindex("user\nuser")
 
 
@@ -221,7 +225,7 @@ LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 def rendered(messages: list[Any], source: str = LINES, **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": ""}).render(messages, tools_as_text=True, **options)
+    return ChatTemplate(source, {"bos_token": ""}).render(messages_of(messages), tools_as_text=True, **options)
 
 
 def test_functions_stand_in_the_system_message_or_before_the_first_text() -> None:
