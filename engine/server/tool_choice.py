@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -155,7 +156,7 @@ class Tools:
         functions = _functions(tools, self._config.coerce_one_of or (asked is not None and asked.coerce_one_of))
         is_named = isinstance(choice, NamedTool) and choice.allowed_tools is None
         if isinstance(choice, NamedTool):
-            functions = _chosen(functions, choice)
+            functions = _chosen(functions, choice, {tool.function.name: tool.type for tool in tools})
             choice = "required" if choice.allowed_tools is None else choice.allowed_tools.mode
         if choice == "none":
             return None
@@ -248,8 +249,8 @@ def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     ]  # fmt: skip
 
 
-def _chosen(functions: list[ToolSpec], choice: NamedTool) -> list[ToolSpec]:
-    """Return the functions that `choice` names."""
+def _chosen(functions: list[ToolSpec], choice: NamedTool, types: Mapping[str, str]) -> list[ToolSpec]:
+    """Return the functions that `choice` names. `types`: the types of the tools, by name."""
     tools: dict[str, NamedTool | AllowedTool] = {"tool_choice": choice}
     if choice.allowed_tools is not None:
         tools = {f"tool_choice.allowed_tools.tools[{i}]": tool for i, tool in enumerate(choice.allowed_tools.tools)}
@@ -257,8 +258,10 @@ def _chosen(functions: list[ToolSpec], choice: NamedTool) -> list[ToolSpec]:
     for field, tool in tools.items():
         chosen = tool.function or tool.custom
         assert chosen is not None, "the type of a tool has its field"
-        if all(chosen.name != function.name for function in functions):
+        if chosen.name not in types:
             raise InvalidRequest(f"{field}.{tool.type}.name", f"{clip(chosen.name)!r} is not among the tools")
+        if types[chosen.name] != tool.type:
+            raise InvalidRequest(f"{field}.type", f"the tool {clip(chosen.name)!r} has another type")
         names.add(chosen.name)
     return [function for function in functions if function.name in names]
 
