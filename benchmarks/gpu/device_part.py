@@ -1,4 +1,4 @@
-"""The first rung: describes the machine (device, versions, tools) and measures a copy and a matrix product."""
+"""The first rung: describes the machine (device, versions, tools) and measures a read and a matrix product."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""Kernels against what the device can do: bytes per second beside a copy, operations beside a matrix product.
+"""Kernels against what the device can do: bytes per second beside a read, operations beside a matrix product.
 
     python -m benchmarks.gpu kernel_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
@@ -26,7 +26,7 @@ from penstock.executor.kernels.select import select_input_ops, select_ops, selec
 def main(job: dict[str, Any]) -> None:
     kit = open_kit(job)
     timer = Timer(kit.device, 3 if kit.is_tiny else 30)
-    copy, product = ceilings(timer, kit.device, kit.dtype, kit.is_tiny)
+    read, product = ceilings(timer, kit.device, kit.dtype, kit.is_tiny)
     ops = select_ops(kit.device, kit.dtype, 128)
     if ops.fused_experts is None:
         ops = changed(ops, fused_experts=TWINS.ops.fused_experts)
@@ -34,18 +34,18 @@ def main(job: dict[str, Any]) -> None:
     kernels = Kernels(ops, sampling, select_input_ops(kit.device) or TWINS.inputs, is_held=False)
     for case in table(kit):
         if case.num_bytes:
-            measure(case, kernels, timer, copy, product)
+            measure(case, kernels, timer, read, product)
         del case  # frees its cache, because the next case may need the memory
 
 
-def measure(case: Case, kernels: Kernels, timer: Timer, copy: float, product: float) -> None:
+def measure(case: Case, kernels: Kernels, timer: Timer, read: float, product: float) -> None:
     try:
         seconds = timer.seconds(functools.partial(case.call, kernels))
     except Exception as error:  # a call that this device or torch refuses must not hide the others
         report(case.name, skipped=f"{type(error).__name__}: {str(error)[:300]}")
         return
     rates = {"gb_per_s": case.num_bytes / seconds / 1e9, "tflop_per_s": case.operations / seconds / 1e12}
-    shares = {"gb_per_s": rates["gb_per_s"] * 1e9 / copy, "tflop_per_s": rates["tflop_per_s"] * 1e12 / product}
+    shares = {"gb_per_s": rates["gb_per_s"] * 1e9 / read, "tflop_per_s": rates["tflop_per_s"] * 1e12 / product}
     bound = max(shares, key=lambda unit: shares[unit])  # the nearer of the two ceilings is the one that counts
     report(case.name, "", us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
 

@@ -157,15 +157,15 @@ def summary(line: dict[str, Any]) -> str:
 
 def roofline(lines: list[dict[str, Any]]) -> list[str]:
     """Return the Markdown table of docs/performance.md: the time of each decoding step and the time to read its bytes at
-    copy speed. Device and copy speed are the first rung's, steps the last one's."""
+    the speed of a read. Device and speed are the first rung's, steps the last one's."""
     rungs = {line["name"]: line for line in lines if not line["tiny"]}
     device, suite = (rungs.get(name, {}).get("figures", {}) for name in ("device", "suite"))
-    copy = device.get("copy", {}).get("gb_per_s")
+    read = device.get("read", {}).get("gb_per_s")
     rows = []
     for name, figure in suite.items():
         model, _, what = name.partition(": ")
-        if copy and what.startswith("decode ") and "gb" in figure:
-            least_ms = figure["gb"] / copy * 1e3
+        if read and what.startswith("decode ") and "gb" in figure:
+            least_ms = figure["gb"] / read * 1e3
             rows.append(
                 f"| {model} | {what.removeprefix('decode ')} | {figure['gb']:.3g} | {least_ms:.3g} "
                 f"| {figure['step_ms']:.3g} | {least_ms / figure['step_ms']:.0%} | {figure['tokens_per_s']:,.0f} |"
@@ -174,9 +174,9 @@ def roofline(lines: list[dict[str, Any]]) -> list[str]:
         return []
     versions = ", ".join(f"{name} {device['versions'][name]}" for name in ("torch", "triton", "transformers"))
     return [
-        f"{device['device']['model']}, {rungs['suite']['date']}, {versions}; a copy moves {copy:,.0f} GB/s. Made-up weights.",
+        f"{device['device']['model']}, {rungs['suite']['date']}, {versions}; a read moves {read:,.0f} GB/s. Made-up weights.",
         "",
-        "| model | requests at positions | GB to read | ms at the copy's speed | ms a step | share | tokens/s |",
+        "| model | requests at positions | GB to read | ms at the read's speed | ms a step | share | tokens/s |",
         "|---|---|---|---|---|---|---|",
         *rows,
     ]

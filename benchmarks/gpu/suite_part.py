@@ -15,7 +15,7 @@ from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES
 
-PARTS = ("startup", "decode", "profile", "prefill", "throughput", "concurrent")
+PARTS = ("startup", "decode", "prefill", "throughput", "concurrent")
 CONCURRENT = "qwen3-8b"  # the model that other engines publish such figures of
 MARGIN_S = 15.0  # of the rung's time
 

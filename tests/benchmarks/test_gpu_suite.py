@@ -1,12 +1,16 @@
 """The last rung on a CPU at sizes that measure nothing: that it runs to its end, and is honest about what it did not."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import ladder, suite_part
+from benchmarks.gpu import figures, ladder, suite_part
 from benchmarks.gpu.batches import fill
+from benchmarks.gpu.figures import Timer
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 from benchmarks.pairs import MARK
@@ -35,15 +39,49 @@ def test_it_measures_the_parts_that_are_asked_for(capsys: pytest.CaptureFixture[
     assert "qwen3-8b: startup, decode, prefill, throughput, concurrent; at most" in printed
 
 
-def test_decoding_steps_are_printed_beside_the_speed_of_a_copy() -> None:
+def test_decoding_steps_are_printed_beside_the_speed_of_a_read() -> None:
     step = {"step_ms": 0.5, "tokens_per_s": 64_000.0, "gb": 1.0}
     versions = dict.fromkeys(("torch", "triton", "transformers"), "9")
-    device = {"copy": {"gb_per_s": 4000.0}, "device": {"model": "a card"}, "versions": versions}
+    device = {"read": {"gb_per_s": 4000.0}, "device": {"model": "a card"}, "versions": versions}
     first: dict[str, Any] = {"name": "device", "tiny": False, "figures": device}
-    figures = {"opt: decode 32 at 1024": step, "opt: rest": {}}
-    last = {"name": "suite", "tiny": False, "date": "today", "figures": figures}
+    steps = {"opt: decode 32 at 1024": step, "opt: rest": {}}
+    last = {"name": "suite", "tiny": False, "date": "today", "figures": steps}
     assert ladder.roofline([first, last])[-1] == "| opt | 32 at 1024 | 1 | 0.25 | 0.5 | 50% | 64,000 |"
     assert ladder.roofline([first, last | {"tiny": True}]) == ladder.roofline([last]) == []
+
+
+def test_the_timer_flushes_by_reading_and_subtracts_an_empty_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0]  # milliseconds: five before a graph begins, twenty for the call
+
+    class Graph:
+        has_call = False
+
+        def replay(self) -> None:
+            clock[0] += 5 + 20 * self.has_call
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.ms = clock[0]
+
+        def elapsed_time(self, end: Any) -> int:
+            return int(end.ms) - self.ms
+
+    @contextmanager
+    def capturing(graph: Graph) -> Iterator[None]:
+        before = len(calls)
+        yield
+        graph.has_call = len(calls) > before
+
+    calls: list[None] = []
+    fake = {"CUDAGraph": Graph, "Event": Event, "graph": capturing, "synchronize": lambda: None}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fake))
+    timer = Timer(torch.device("cpu"), 3)
+    timer._warm_s = 0
+    monkeypatch.setattr(figures, "WARM_S", 0)
+    assert timer._on_gpu(lambda: calls.append(None)) == pytest.approx(0.020)
+    assert timer._flush._version == 0  # nothing wrote to it
 
 
 def test_made_up_pages_hold_numbers_of_their_dtype() -> None:

@@ -87,7 +87,7 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
     ]
     assert code_ == 0 and all(line["figures"] for line in lines)
     figures = {line["name"]: line["figures"] for line in lines}
-    assert figures["device"]["copy"]["gb_per_s"] > 0 and figures["device"]["lacking"]["extension"] is None
+    assert figures["device"]["read"]["gb_per_s"] > 0 and figures["device"]["lacking"]["extension"] is None
     assert "torch's prefill by math, 2 × 24" in figures["ceilings"]
     if rungs == QUICK:
         return
