@@ -36,7 +36,12 @@ def open_kv(
     pool.on_evict = partial(history.note_eviction, "device")
     keys = PageKeys(info.groups, info.block_size, makes_keys)
     tiers = Tiers(pool, keys, history, info, chunk, clock) if info.num_host_blocks else NoTiers(pool)
-    return Kv(pool, keys, history, tiers, info.groups, chunk, stats)
+    # Checkpoints this many blocks apart cost about as much as the blocks between them. On a GPU a row that ends for one
+    # costs a step without a graph, so rows end as late as they can.
+    interval = -(-keys.num_pages // keys.num_attention)
+    if info.device == "cuda":
+        interval = max(interval, chunk // info.block_size)
+    return Kv(pool, keys, history, tiers, info.groups, chunk, interval, stats)
 
 
 class Kv:
@@ -50,9 +55,10 @@ class Kv:
         tiers: Tiers | NoTiers,
         groups: Sequence[GroupInfo],
         chunk: int,
+        interval: int,
         stats: Stats,
     ) -> None:
-        """`chunk` is the maximum number of positions in a row."""
+        """`chunk` is the maximum number of positions in a row, `interval` the number of blocks between checkpoints."""
         self._pool, self.keys, self._history, self.tiers = pool, keys, history, tiers
         self._size, self._chunk, self._groups, self._stats = keys.block_size, chunk, groups, stats
         self._page_of = tiers.page_of
@@ -60,8 +66,7 @@ class Kv:
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self._windows, self.num_pages = keys.windows, keys.num_pages
         self._only_grows = not self._windows and not self.num_pages  # rows release nothing
-        # Checkpoints this many blocks apart cost about as much as the blocks between them.
-        self._interval = -(-self.num_pages // keys.num_attention)
+        self._interval = interval
 
     def pools(self) -> dict[str, BlockPool]:
         """Return the pools whose content is reported, by tier."""

@@ -72,6 +72,13 @@ def test_a_prefix_is_found_up_to_the_last_checkpoint_and_computed_from_there() -
     assert world.cached("f", list(range(28))) == 24, "the last token needs the state before it"
 
 
+@pytest.mark.parametrize(("device", "counts"), [("cpu", [12, 12, 12, 12, 2]), ("cuda", [24, 24, 2])])
+def test_on_a_gpu_rows_end_for_checkpoints_no_more_often_than_steps_are_full(device: str, counts: list[int]) -> None:
+    world = World(groups=(FULL, STATE), max_num_batched_tokens=24, max_in_flight=1, options={"device": device})
+    world.submit(submit("a", list(range(50)), max_tokens=1))
+    assert [world.run_step().rows[0].count for _ in counts] == counts and not world.scheduler.has_work()
+
+
 def test_a_state_is_never_written_where_others_read_it() -> None:
     """Requests that begin with one checkpoint, side by side."""
     world = World(groups=(FULL, STATE), max_num_batched_tokens=64, max_in_flight=1)

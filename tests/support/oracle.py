@@ -69,7 +69,7 @@ class OracleExecutor:
         self.info = ModelInfo(
             architecture="Oracle",
             dtype="uint64",
-            device="cpu",
+            device="cuda" if config.device == "cuda" else "cpu",
             vocab_size=vocab_size,
             hidden_size=4,
             max_model_len=max_model_len,
