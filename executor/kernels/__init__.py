@@ -3,6 +3,7 @@
 A model receives an `Ops` when it is built; apart from it, a model uses only plain tensor operations.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -163,6 +164,11 @@ class Ops(Protocol):
     @property
     def expanded_attention(self) -> "ExpandedAttention | None":
         """Attention over latents expanded to keys and values; None if there is only `latent_attention`."""
+
+    @property
+    def wide_linear(self) -> Callable[..., Tensor] | None:
+        """x [T, K], weight [N, K], both of 16 bits, bias [N] float32 -> [T, N] float32, without rounding a product. None:
+        `linear` computes it in float32."""
 
     @property
     def fused_experts(self) -> "FusedExperts | None":

@@ -75,6 +75,7 @@ class CpuOps:
     of one tuple. Only asserts its arguments; sizes were checked at startup."""
 
     expanded_attention: ExpandedAttention | None = None
+    wide_linear = None
     fused_experts: FusedExperts | None = None
     blocks: BlockOps | None = None
     has_packed = False

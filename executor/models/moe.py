@@ -37,14 +37,13 @@ class MoeMlp:
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}.{moe.block}."
         self._moe = moe
-        # The router computes in float32: if rounding decided a near tie, the layer's output would change.
         name = f"{prefix}{moe.router}"
         router = weights.float32(f"{name}.weight", (moe.num_experts, spec.hidden_size))
         bias = weights.float32(f"{name}.bias", (moe.num_experts,)) if moe.has_router_bias else None
         if moe.has_shared_gate:
             gate = weights.float32(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size))
             router = torch.cat((router, gate))
-        self._router = make_linear(router, bias, ops)
+        self._router = make_router(router, bias, weights, ops)
         self._bias = None
         if moe.has_bias:
             self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,))
@@ -61,7 +60,7 @@ class MoeMlp:
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]: this rank's part of the sum over the ranks."""
         assert isinstance(hidden, Tensor)
-        logits = self._router(hidden.float())
+        logits = self._router(hidden)
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
         if self._shared is None:
             return self.experts(hidden, ids, shares)
@@ -69,6 +68,18 @@ class MoeMlp:
         if self._moe.has_shared_gate:
             shared = (logits[:, self._moe.num_experts :].sigmoid() * shared).to(hidden.dtype)
         return self.experts(hidden, ids, shares, shared)
+
+
+def make_router(weight: Tensor, bias: Tensor | None, weights: Weights, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """Return the product of hidden states and the router's weight, both in float32, to float32: if rounding decided a
+    near tie, the layer's output would change. Products of numbers of 16 bits are exact in float32, so a weight that the
+    model's dtype represents exactly keeps it, and the hidden states are not cast."""
+    narrow = weight.to(weights.dtype)
+    if ops.wide_linear is not None and narrow.itemsize == 2 and torch.equal(narrow.float(), weight):
+        weights.linear_maker.add_bytes("numbers", narrow.nbytes - weight.nbytes)
+        return partial(ops.wide_linear, weight=narrow, bias=bias)
+    linear = make_linear(weight, bias, ops)
+    return lambda hidden: linear(hidden.float())
 
 
 class ExpertsBeside:
@@ -84,7 +95,7 @@ class ExpertsBeside:
         )
         scale = weights.float32(f"{prefix}router.scale", (spec.hidden_size,)) * spec.hidden_size**-0.5
         router = weights.float32(f"{prefix}router.proj.weight", (moe.num_experts, spec.hidden_size))
-        self._router = make_linear(router * scale, None, ops)
+        self._router = make_router(router * scale, None, weights, ops)
         self._no_scale = torch.ones_like(scale)
         self._growth = weights.float32(f"{prefix}router.per_expert_scale", (moe.num_experts,))
         self.experts = Experts(spec, moe, prefix, index, weights, ops)
@@ -92,7 +103,7 @@ class ExpertsBeside:
     def __call__(self, update: Tensor, stream: Tensor) -> Tensor:
         """update [T, hidden], the all-reduced MLP output, and stream [T, hidden] -> update plus the experts' output."""
         ops, eps = self._ops, self._eps
-        logits = self._router(ops.rms_norm(stream, self._no_scale, eps).float())
+        logits = self._router(ops.rms_norm(stream, self._no_scale, eps))
         ids, shares = ops.choose_experts(logits, None, self._moe)
         chosen = self.experts(ops.rms_norm(stream, self._before, eps), ids, shares * self._growth[ids.long()])
         chosen = ops.rms_norm(self._group.sum(chosen), self._after, eps)

@@ -133,6 +133,7 @@ def rows(width: int, inner: int) -> None:
 def router(experts: int, top_k: int, num_shared: int, **given: Any) -> None:
     moe = MoeSpec(num_experts=experts, top_k=top_k, intermediate_size=1, renormalize=True, **given)
     bias = torch.zeros(experts) if moe.has_bias else None
+    OPS.wide_linear(torch.zeros(1, 2048, dtype=BF16), torch.zeros(experts, 2048, dtype=BF16))
     OPS.choose_experts(torch.zeros(8, experts + moe.has_shared_gate), bias, moe, num_shared)
 
 

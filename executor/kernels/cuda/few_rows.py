@@ -28,18 +28,18 @@ UNROLL = 4  # steps whose loads are in flight together
 
 
 def linear(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _is_ours(x, weight, bias):
-        return _multiply(x, weight, bias, None)
+    if is_ours(x, weight, bias):
+        return multiply(x, weight, bias, None)
     return F.linear(_norm(x), weight, bias)
 
 
 def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-    if _is_ours(x, weight):
-        return _multiply(x, weight, None, activation)
+    if is_ours(x, weight):
+        return multiply(x, weight, None, activation)
     return gate(F.linear(_norm(x), weight), activation)
 
 
-def _is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
+def is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Tell whether this kernel is faster than cuBLAS and can read the tensors: contiguous and aligned."""
     rows = x.update if isinstance(x, NormedRows) else x
     read = [rows, weight] if bias is None else [rows, weight, bias]
@@ -54,13 +54,20 @@ def _norm(x: Tensor | NormedRows) -> Tensor:
     return add_rms_norm_to(x) if isinstance(x, NormedRows) else x
 
 
-def _multiply(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    """Multiply x [1 or 2, K] by weight [N, K] to [rows, N]; with an activation: [2 N, K], the gate's rows first."""
+def multiply(
+    x: Tensor | NormedRows,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply x [1 or 2, K] by weight [N, K] to [rows, N]; with an activation: [2 N, K], the gate's rows first. `dtype`
+    is that of the output; None: that of x."""
     update, residual, total, norm, eps = x if isinstance(x, NormedRows) else (x, x, x, x, 0.0)
     rows, depth = update.shape
     assert residual.is_contiguous() and update.dtype is weight.dtype and weight.shape[1] == depth
     width = len(weight) if activation is None else len(weight) // 2
-    out = torch.empty((rows, width), dtype=update.dtype, device=update.device)
+    out = torch.empty((rows, width), dtype=dtype or update.dtype, device=update.device)
     columns = columns_of(width)
     _few_rows[(triton.cdiv(width, columns),)](
         *(update, residual, norm, weight, update if bias is None else bias, total, out),

@@ -25,7 +25,7 @@ from penstock.executor.kernels.cuda.tiles import (
 )
 from penstock.executor.kernels.eight_bits import pad_rows
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
-from penstock.executor.kernels.weight import Weight
+from penstock.executor.kernels.weight import Weight, plain_weight
 
 MAX_OWN_TOKENS = 256
 JOIN_BLOCK = tl.constexpr(1024)
@@ -48,6 +48,16 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
         return few_rows.linear(x, weight.codes, bias)
     assert isinstance(x, Tensor)
     return _multiply((x, None), weight, x.dtype, bias, is_fixed)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, is_fixed: bool = False) -> Tensor:
+    """Compute `Ops.wide_linear`, with `is_fixed` as in `linear`."""
+    if not is_fixed and few_rows.is_ours(x, weight, bias):
+        return few_rows.multiply(x, weight, bias, None, torch.float32)
+    if is_fixed or not x.is_cuda:  # on a CPU, torch has no such product
+        return _multiply((x, None), plain_weight(weight), torch.float32, bias, is_fixed)
+    out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return out if bias is None else out.add_(bias)
 
 
 def _multiply(x: Scaled, weight: Weight, dtype: torch.dtype, bias: Tensor | None, is_fixed: bool) -> Tensor:

@@ -35,6 +35,7 @@ class CudaOps:
     has_packed = True
     max_normed_rows = few_rows.MAX_ROWS
     linear: Callable[..., Tensor] = staticmethod(linear_products.linear)
+    wide_linear: Callable[..., Tensor] = staticmethod(linear_products.wide_linear)
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
@@ -69,6 +70,7 @@ class InvariantOps(CudaOps):
 
     max_normed_rows = 0
     linear = staticmethod(partial(linear_products.linear, is_fixed=True))
+    wide_linear = staticmethod(partial(linear_products.wide_linear, is_fixed=True))
     paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
     delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))

@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, NormedRows
+from penstock.executor.kernels import Activation, NormedRows, Ops
 from penstock.executor.kernels.cuda import few_rows
-from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from penstock.executor.kernels.weight import plain_weight
 from tests.support.kernel_cases import TOLERANCE, close, every_dtype, matrix
 from tests.support.paged import latent_step, random, rotated_step
@@ -56,6 +56,19 @@ def test_products_of_few_rows_equal_the_twin(device: torch.device, dtype: torch.
         weight = random(width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
         bias = random(width, dtype=dtype, seed=2).to(device) if has_bias else None
         close(OPS.linear(x, plain_weight(weight), bias), torch_ops.linear(x, plain_weight(weight), bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ops", [OPS, InvariantOps(None)], ids=["any order", "fixed order"])
+def test_a_product_of_16_bits_rounds_nothing_but_its_float32_sums(
+    device: torch.device, dtype: torch.dtype, ops: Ops
+) -> None:
+    bias = random(40, seed=2).to(device)
+    for rows in (1, few_rows.MAX_ROWS + 1):
+        x, weight = (random(count, 300, dtype=dtype, seed=count).to(device) for count in (rows, 40))
+        assert ops.wide_linear is not None
+        actual, expected = ops.wide_linear(x, weight, bias), x.double() @ weight.double().t() + bias
+        assert actual.dtype is torch.float32 and (actual - expected).abs().max() < 1e-3
 
 
 def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: torch.device) -> None:

@@ -29,6 +29,8 @@ from penstock.executor.kernels.weight import Weight
 from tests.support.twins import eight_bits, grouped
 from tests.support.twins import recurrent as recurrent_twin
 
+wide_linear = None
+
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
 has_packed = False
