@@ -79,14 +79,14 @@ def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
 
 
 def test_cublas_gets_many_tokens_and_whole_blocks_where_it_has_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = {(256, 512): False, (257, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
+    cases = {(64, 512): False, (65, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
     assert {case: linear_products.is_cublas(*case) for case in cases} == cases
     for card in (cards.L40S, cards.B200, cards.RTX_PRO):
         monkeypatch.setattr(linear_products, "current_card", lambda given=card: given)
         assert not linear_products.is_cublas(512, 512)
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(257, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
+@pytest.mark.parametrize(("rows", "depth"), [(65, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
 def test_many_tokens_go_through_cublas(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
 ) -> None:
