@@ -119,6 +119,7 @@ def describe(kernel: Any) -> dict[str, Any]:
         "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
         # The largest number of copies that a loop leaves in flight while it waits for the others.
         "in_flight": max(map(int, re.findall(r"async_wait .*num = (\d+)", kernel.asm["ttgir"])), default=0),
+        "prefetches": kernel.asm["ptx"].count("prefetch.global.L2"),
         "narrows": kernel.asm["ptx"].count("cvt.rn.satfinite.e4m3x2"),
         "keeps_nan": len(re.findall(r"\b(?:min|max)\S*\.NaN", kernel.asm["ptx"])),
         "is_dependent": bool(kernel.metadata.launch_pdl),

@@ -15,7 +15,7 @@ import torch
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, Fp8Rows, KeyStore, LatentStore, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import adapter_products, fp8, step_inputs
+from penstock.executor.kernels.cuda import adapter_products, few_rows, fp8, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps
 from penstock.executor.kernels.gpu_formats import MXFP4, Packed
@@ -252,7 +252,8 @@ def run(name: str, build: str, *arguments: str) -> None:
     given = [value(text) for text in arguments if "=" not in text]
     options = {option: value(text) for option, _, text in (each.partition("=") for each in arguments if "=" in each)}
     ops = INVARIANT if "fixed" in name else OPS
-    with mock.patch.object(launch, "ENABLED", "dependent" in name), mock.patch(f"{__name__}.OPS", ops):
+    has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
+    with has_any, mock.patch.object(launch, "ENABLED", "dependent" in name), mock.patch(f"{__name__}.OPS", ops):
         BUILDERS[build](*given, **options)
 
 

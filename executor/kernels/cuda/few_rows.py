@@ -3,7 +3,7 @@
 There is no matrix product tile. Each program multiplies some rows of the weight by all rows of x elementwise in
 registers, with many 16-byte loads in flight. The operations around the product are fused: the residual's addition and
 RMSNorm before it (`NormedRows`), the activation of a gated MLP after it, so a layer takes six launches. With dependent
-launch, a program prefetches its weights into the L2 cache while the previous kernel still runs.
+launch, a program prefetches small weights into the L2 cache while the previous kernel still runs.
 """
 
 import torch
@@ -19,9 +19,11 @@ from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
 from penstock.executor.kernels.cuda.tiles import power_of_2
 
 MAX_ROWS = 2
-# For larger weights cuBLAS is faster despite its launch overhead: on an H100 the products of a Qwen3-0.6B layer take
-# 22 µs here and 29 µs there, those of a Llama-3.1-8B layer 180 µs and 172 µs.
-MAX_BYTES = 16 << 20
+# On an H100 the products of a Qwen3-0.6B layer take 22 µs here and 29 µs in cuBLAS, those of a Llama-3.1-8B layer 180 µs and
+# 172 µs, but here the latter prefetched weights of 235 MB into a cache of 50 MB. Without that, and with three launches less
+# a layer, they should be faster here, too: EVERY_SIZE lets them, once a card has compared both.
+PREFETCH_BYTES = 16 << 20  # the largest weight that is prefetched
+EVERY_SIZE = False  # else only weights that are prefetched are multiplied here
 # The fastest of eleven tiles measured on an H100 with the shapes of Qwen3-0.6B.
 DEPTH = 1024  # numbers of each weight row per step
 UNROLL = 4  # steps whose loads are in flight together
@@ -40,12 +42,12 @@ def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation)
 
 
 def is_ours(x: Tensor | NormedRows, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Tell whether this kernel is faster than cuBLAS and can read the tensors: contiguous and aligned."""
+    """Tell whether this kernel multiplies instead of cuBLAS. It reads only tensors that are contiguous and aligned."""
     rows = x.update if isinstance(x, NormedRows) else x
     read = [rows, weight] if bias is None else [rows, weight, bias]
     return (
         0 < len(rows) <= MAX_ROWS
-        and weight.nbytes <= MAX_BYTES
+        and (EVERY_SIZE or weight.nbytes <= PREFETCH_BYTES)
         and all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in read)
     )
 
@@ -75,6 +77,7 @@ def multiply(
         K=depth,
         WIDTH=width,
         ACTIVATION=activation,
+        PREFETCHES=weight.nbytes <= PREFETCH_BYTES,
         NORMED=isinstance(x, NormedRows),
         HAS_BIAS=bias is not None,
         ROWS=power_of_2(rows),
@@ -105,6 +108,7 @@ def _few_rows(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     NORMED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -117,7 +121,7 @@ def _few_rows(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < WIDTH
     weight_ptrs = weight_ptr + tl.minimum(column, WIDTH - 1).to(tl.int64)[:, None] * K
-    if is_dependent():
+    if PREFETCHES and is_dependent():
         prefetch(weight_ptrs, K)
         if ACTIVATION is not None:
             prefetch(weight_ptrs + WIDTH * K, K)

@@ -149,6 +149,13 @@ def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Foun
         assert kernel["is_dependent"] == ("dependent" in kernel["case"] and kernel["kernel"] != "_order"), kernel
 
 
+def test_only_weights_that_fit_into_the_cache_are_prefetched(compiled: Found) -> None:
+    few = [each for each in compiled if each["kernel"] == "_few_rows" and each["is_dependent"]]
+    assert few
+    for kernel in few:
+        assert (kernel["prefetches"] == 0) == ("every size" in kernel["case"]), kernel
+
+
 def test_what_is_narrowed_to_eight_bits_keeps_nan(everywhere: Found) -> None:
     """A GPU's plain minimum and maximum drop NaN, which would become -448. The interpreter's keep it."""
     narrowing = [kernel for kernel in everywhere if kernel["narrows"]]

@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu.shapes import config_of
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
@@ -32,6 +33,18 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() <= MOST[name], layer
+
+
+@pytest.mark.parametrize(("every_size", "most"), [(False, 9), (True, 6)])
+def test_products_of_large_weights_fuse_norms_and_gate_if_those_of_every_size_are_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_size: bool, most: int
+) -> None:
+    """Weights that are too large to be prefetched, as those of an 8B model are."""
+    monkeypatch.setattr(few_rows, "PREFETCH_BYTES", 0)
+    monkeypatch.setattr(few_rows, "EVERY_SIZE", every_size)
+    compute_with(monkeypatch, OPS)
+    counts = [count(tmp_path, config_of("qwen3-0.6b", True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
+    assert (counts[1] - counts[0]).total() == most
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
