@@ -56,21 +56,15 @@ def side(model: str = "qwen3-0.6b") -> None:
         torch.set_num_threads(1)
         step = one_step(model)
         step()  # compiles
-        own, launches = Kernel._launch, [0]
-
-        def count(kernel: Any, grid: Any, *arguments: Any, **keywords: Any) -> None:
-            launches[0] += 1
-            own(kernel, grid, *arguments, **keywords)
-
-        with mock.patch.object(Kernel, "_launch", count):
+        with mock.patch.object(Kernel, "_launch") as launches:
             step()
 
         def launch_us(_question: None) -> float:
             with mock.patch.object(Kernel, "_launch", lambda *_arguments, **_keywords: None):
                 without_s = least_s(step)
-            return (least_s(step) - without_s) / launches[0] * 1e6
+            return (least_s(step) - without_s) / launches.call_count * 1e6
 
-        answer_questions(launch_us, launches[0])
+        answer_questions(launch_us, launches.call_count)
 
 
 def one_step(name: str) -> Callable[[], None]:

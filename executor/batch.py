@@ -77,6 +77,8 @@ class ForwardBatch:
     # each single-token row, 0 for every other row. The first entry of `query_lens` is then the number of all tokens,
     # and the first entry of `query_contexts` is the longest possible context.
     single_contexts: torch.Tensor | None = None
+    # [4] int32, set with it: the number of rows without the padding, of those with one token, and of the others.
+    row_counts: torch.Tensor | None = None
     # Values that the kernels of one layer derive from the rows, for those of later layers (kernels/cuda/tile_order.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 

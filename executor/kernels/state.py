@@ -14,8 +14,9 @@ from torch import Tensor
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.protocol import ExecutorError, Sampling
 
-MAX_SEVERAL = 8  # maximum number of multi-token rows in a graph of a step with prompts
-HEADER = 4  # numbers before a step's rows; the first is the number of rows
+# Maximum number of multi-token rows in a graph of a step with prompts: attention launches a tile more for each.
+MAX_SEVERAL = 32
+HEADER = 4  # numbers before a step's rows: of rows, of rows with one token, of others; one is unused
 OPTIONS = 8  # numbers per slot: temperature, min_p, top_p as bits, top_k, two halves of the seed; two are unused
 
 
@@ -37,6 +38,11 @@ class PackedStep(NamedTuple):
     def num_real(self) -> Tensor:
         """Return the number of rows that are not padding, without dimensions."""
         return self.values[0]
+
+    @property
+    def row_counts(self) -> Tensor:
+        """Return the numbers of rows, of those with one token, and of the others, [4]."""
+        return self.values[:HEADER]
 
     @property
     def query_starts(self) -> Tensor:

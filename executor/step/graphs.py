@@ -50,8 +50,9 @@ Results = TypeVar("Results")
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
 
 
-# Numbers of tokens that graphs are captured for. From 257 tokens on, padding adds at most a quarter.
-CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
+# Numbers of tokens that graphs are captured for. From 257 tokens on, padding adds at most a quarter. Beyond 2,048 a model
+# of 8B computes longer than the host needs to launch its kernels.
+CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 
 
 def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -198,7 +198,8 @@ class DeviceInputs:
         ends = np.minimum(layout.num_tokens + 1 + np.arange(len(spare)), size.tokens)
         ends[-1:] = size.tokens
         columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
-        parts = [[real, 0, 0, 0], layout.query_starts, ends, *columns]
+        singles = layout.num_single_rows
+        parts = [[real, singles, real - singles, 0], layout.query_starts, ends, *columns]
         if size.has_prompts:
             samples = np.flatnonzero(layout.samples)
             parts += [samples, layout.query_starts[samples + 1] - 1]
@@ -227,6 +228,7 @@ class DeviceInputs:
                 query_lens=(tokens, *(0,) * (rows - 1)),
                 query_contexts=(max_context,) * rows,
                 single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
+                row_counts=PackedStep(self._packed, rows).row_counts,
             )
         return batch, row_tensors
 

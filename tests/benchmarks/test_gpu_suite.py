@@ -1,14 +1,12 @@
 """The last rung on a CPU at sizes that measure nothing: that it runs to its end, and is honest about what it did not."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from benchmarks.gpu import figures, ladder, suite_part
+from benchmarks.gpu import ladder, suite_part
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import Timer
 from benchmarks.gpu.processes import Figures, run_part
@@ -51,36 +49,11 @@ def test_decoding_steps_are_printed_beside_the_speed_of_a_read() -> None:
 
 
 def test_the_timer_flushes_by_reading_and_subtracts_an_empty_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0]  # milliseconds: five before a graph begins, twenty for the call
-
-    class Graph:
-        has_call = False
-
-        def replay(self) -> None:
-            clock[0] += 5 + 20 * self.has_call
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-
-        def record(self) -> None:
-            self.ms = clock[0]
-
-        def elapsed_time(self, end: Any) -> int:
-            return int(end.ms) - self.ms
-
-    @contextmanager
-    def capturing(graph: Graph) -> Iterator[None]:
-        before = len(calls)
-        yield
-        graph.has_call = len(calls) > before
-
-    calls: list[None] = []
-    fake = {"CUDAGraph": Graph, "Event": Event, "graph": capturing, "synchronize": lambda: None}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fake))
+    fake = mock.MagicMock()
+    fake.Event.return_value.elapsed_time.side_effect = [5] * 3 + [25] * 3  # ms of an empty graph, then of the call
+    monkeypatch.setattr(torch, "cuda", fake)
     timer = Timer(torch.device("cpu"), 3)
-    timer._warm_s = 0
-    monkeypatch.setattr(figures, "WARM_S", 0)
-    assert timer._on_gpu(lambda: calls.append(None)) == pytest.approx(0.020)
+    assert timer._on_gpu(lambda: None) == pytest.approx(0.020)
     assert timer._flush._version == 0  # nothing wrote to it
 
 

@@ -198,6 +198,10 @@ def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
 def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than the largest has, prompt log-probabilities, and too many rows of several tokens."""
     recorder = Recorder()
+    executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8, 128))
+    several = [Layout([Row(slot, 0, 2, True) for slot in range(count)]) for count in (8, 32, 33)]
+    captured = executor._runner._graphs
+    assert captured and [captured.size_for(layout) is not None for layout in several] == [True, True, False]
     executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8))
     driver = Driver(executor)
     driver.advance(driver.admit(PROMPTS[2]))

@@ -121,7 +121,7 @@ def _prefill(
     starts_ptr,
     contexts_ptr,
     key_starts_ptr,
-    order_ptr,
+    counts_ptr,
     out_ptr,
     table_stride,
     scale,
@@ -129,6 +129,7 @@ def _prefill(
     window,
     first_row,
     key_row,
+    num_rows,
     first_head,
     SHAPE: tl.constexpr,
     PAGES: tl.constexpr,
@@ -139,13 +140,18 @@ def _prefill(
 ):
     """Attend for one key-value head and a tile of ROWS (token, head of the group) pairs of one row.
 
-    q and out begin with the tokens of row `first_row`. Expanded keys begin with those of row `key_row` and have the
-    heads from `first_head` on.
+    q and out begin with the tokens of row `first_row`. Tiles are those of `num_rows` rows from `key_row` on, with whose
+    positions expanded keys begin; these have the heads from `first_head` on. If `num_rows` is negative, the device knows it
+    and the first row.
     """
     wait_and_allow_next()
-    if tl.load(order_ptr + 2 * tl.program_id(1)) < 0:  # a graph launches the maximum number of tiles
+    if num_rows < 0:
+        key_row = tl.load(counts_ptr + 1)
+        num_rows = tl.load(counts_ptr + 2)
+    tiles = tl.num_programs(1)  # the maximum number
+    row, tile, begin, count = take_tile(tl.program_id(1), tiles, starts_ptr, key_row, num_rows, SHAPE.group, ROWS)
+    if count == 0:
         return
-    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     kv_head = first_head + tl.program_id(0)
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SHAPE.group

@@ -17,7 +17,7 @@ from penstock.executor.kernels.cuda import attention_kernels as kernels
 from penstock.executor.kernels.cuda.attention_kernels import AttentionShape
 from penstock.executor.kernels.cuda.pages import layout_of
 from penstock.executor.kernels.cuda.softmax import LOG2_E
-from penstock.executor.kernels.cuda.tile_order import once, order_tiles
+from penstock.executor.kernels.cuda.tile_order import count_tiles, once
 from penstock.executor.kernels.cuda.tiles import Tile, decode_tile, fixed_attention_tile, latent_tile, prefill_tile
 
 # Positions that are summed together with `is_fixed`. Two accumulators of a head of more than 128 numbers would not fit
@@ -129,11 +129,13 @@ def num_splits(rows: int, tiles: int, longest: int, split: int) -> tuple[int, in
 
 def prefill(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
     q, k_pages, v_pages, _, out, scaling, shape, split = attention
-    order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), shape.group, tile)
+    tiles = count_tiles(batch, batch.query_lens, shape.group, tile)
     starts, contexts = batch.query_starts, batch.context_lens
-    kernels._prefill[(shape.kv_heads, len(order))](
+    counts, num_rows = (starts, len(batch.query_lens)) if batch.row_counts is None else (batch.row_counts, -1)
+    kernels._prefill[(shape.kv_heads, tiles)](
         *(q, k_pages, v_pages, k_pages, attention.sinks_or_any, batch.block_tables, starts, contexts),
-        *(starts, order, out, batch.block_tables.stride(0), *scaling, 0, 0, 0),
+        *(starts, counts, out, batch.block_tables.stride(0), *scaling),
+        *(0, batch.num_single_rows, num_rows, 0),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
         SPLIT=split,

@@ -19,7 +19,7 @@ from penstock.executor.kernels.cuda.attention_kernels import AttentionShape
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_numbers, page_offsets
 from penstock.executor.kernels.cuda.softmax import LOG2_E
-from penstock.executor.kernels.cuda.tile_order import find_row, order_tiles
+from penstock.executor.kernels.cuda.tile_order import count_tiles, find_row
 from penstock.executor.kernels.cuda.tiles import expanded_tile
 
 PIECE_ELEMENTS = 1 << 27  # maximum elements of expanded keys and values: 256 MiB in bfloat16
@@ -95,12 +95,13 @@ def _attend(q, latents, expanded, key_starts, batch, first_row, piece, scale, ou
     rope_dim = q_dim - nope_dim
     assert q.is_contiguous() and expanded.is_contiguous()
     tile = expanded_tile(q.element_size())
-    order = order_tiles(batch, first_row + piece.first, first_row + piece.end, 1, tile)
+    passed = first_row - batch.num_single_rows
+    tiles = count_tiles(batch, batch.query_lens[passed + piece.first : passed + piece.end], 1, tile)
     shape = AttentionShape("expanded", num_heads, 1, nope_dim, rope_dim, value_dim)
-    kernels._prefill[(heads, len(order))](
+    kernels._prefill[(heads, tiles)](
         *(q, expanded, expanded, latents, q, batch.block_tables, batch.query_starts, batch.context_lens, key_starts),
-        *(order, out, batch.block_tables.stride(0), scale * LOG2_E, 0.0, 0),
-        *(first_row, first_row + piece.first, piece.first_head),
+        *(batch.query_starts, out, batch.block_tables.stride(0), scale * LOG2_E, 0.0, 0),
+        *(first_row, first_row + piece.first, piece.end - piece.first, piece.first_head),
         SHAPE=shape,
         PAGES=layout_of(latents),
         SPLIT=0,

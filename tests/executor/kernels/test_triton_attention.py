@@ -9,11 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from penstock.executor.kernels import NO_EXTRAS, KeyStore, Ops, Rotation, ScoreExtras
-from penstock.executor.kernels.cuda import expanded, tile_order, tiles
+from penstock.executor.kernels.cuda import expanded
 from penstock.executor.kernels.cuda.attention_ops import num_splits
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
+from penstock.executor.kernels.cuda.tile_order import take_tile
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.paged import Cache, attend, random
 from tests.support.refusals import cases
@@ -33,18 +36,8 @@ def case(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[Cache, t
 
 
 SINKS = torch.tensor([-3.0, 0.0, 5.0, 12.0])
-LAYERS = {
-    "plain": (SHAPES[0], NO_EXTRAS),
-    "small pages": (SHAPES[1], NO_EXTRAS),
-    "heads of 80": (SHAPES[2], NO_EXTRAS),
-    "window of 1": (SHAPES[0], ScoreExtras(window=1)),
-    "window of 40": (SHAPES[0], ScoreExtras(window=40)),
-    "window of 64": (SHAPES[0], ScoreExtras(window=64)),
-    "sinks": (SHAPES[1], ScoreExtras(sinks=SINKS)),
-    "sinks, window": (SHAPES[1], ScoreExtras(sinks=SINKS, window=40)),
-    "sinks, cap": (SHAPES[1], ScoreExtras(1.5, SINKS)),
-    "sinks, cap, window": (SHAPES[1], ScoreExtras(1.5, SINKS, 40)),
-}
+NAMES = {"SHAPES": SHAPES, "NO_EXTRAS": NO_EXTRAS, "ScoreExtras": ScoreExtras, "SINKS": SINKS}
+LAYERS = dict(cases(__file__, "attention layers", **NAMES))
 
 
 @functools.cache
@@ -111,6 +104,9 @@ def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torc
         query_contexts=(150,) * len(contexts),
         max_single_context=150,
         single_contexts=torch.where(singles, contexts, 0),
+        row_counts=torch.tensor([len(ROWS), batch.num_single_rows, len(ROWS) - batch.num_single_rows, 0])
+        .int()
+        .to(device),
         memo={},
     )
     pages, extras = (moved.k_pages, moved.v_pages), ScoreExtras(window=window)
@@ -192,18 +188,22 @@ def test_rows_are_split_so_that_they_occupy_the_gpu(rows: int, longest: int, eve
     assert num_splits(rows, 8, longest, 0) == (even, programs)
 
 
-@pytest.mark.slow_in_interpreter
-def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
-    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 90, 90), (5, 90, 190), (6, 9, 190)]
-    batch = Cache([0] * 7, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
-    batch.context_lens.copy_(torch.tensor([context for _, _, context in rows]))
-    for first, end, per_token in ((1, 7, 1), (1, 7, 3), (2, 5, 8), (6, 7, 128)):
-        tile = tiles.Tile(64, 64, 8, 3)
-        order = tile_order.order_tiles(batch, first, end, per_token, tile).tolist()
-        counts = {row: -(-rows[row][1] * per_token // tile.rows) for row in range(first, end)}
-        assert sorted(order) == [[row, number] for row, count in counts.items() for number in range(count)]
-        costs = [(rows[row][2] - rows[row][1]) * per_token + (number + 1) * tile.rows for row, number in order]
-        assert costs == sorted(costs, reverse=True)
+@kernel
+def _take(starts_ptr, out_ptr, first, num_rows, PER_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    number, tiles = tl.program_id(0), tl.num_programs(0)
+    row, tile, _, count = take_tile(number, tiles, starts_ptr, first, num_rows, PER_TOKEN, 64)
+    tl.store(out_ptr + number, tl.where(count > 0, 100 * row + tile, -1))
+
+
+def test_tiles_of_the_last_row_and_last_tiles_of_a_row_begin_first(device: torch.device) -> None:
+    counts = [1, 40, 41, 65, 90, 190]
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    for first, end, per_token in ((1, 6, 1), (1, 6, 3), (2, 5, 8), (5, 6, 128), (6, 6, 1)):
+        out = torch.zeros(sum(counts[first:end]) * per_token // 64 + 6, dtype=torch.int32, device=device)
+        _take[(len(out),)](starts, out, first, end - first, PER_TOKEN=per_token)
+        tiles = [(row, -(-counts[row] * per_token // 64)) for row in range(first, end)]
+        expected = [100 * row + number for row, count in tiles for number in range(count)]
+        assert [each for each in out.tolist() if each >= 0] == expected[::-1]
 
 
 def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:

@@ -145,15 +145,12 @@ def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Foun
     for kernel in compiled:
         expected = (1, 1, 0) if kernel["is_dependent"] else (0, 0, None)
         assert (kernel["waits"], kernel["launches"], kernel["early"]) == expected, kernel
-        # Once for a step with prompts, a kernel is launched in the usual way, and waits for all before it.
-        assert kernel["is_dependent"] == ("dependent" in kernel["case"] and kernel["kernel"] != "_order"), kernel
+        assert kernel["is_dependent"] == ("dependent" in kernel["case"]), kernel
 
 
 def test_only_weights_that_fit_into_the_cache_are_prefetched(compiled: Found) -> None:
     few = [each for each in compiled if each["kernel"] == "_few_rows" and each["is_dependent"]]
-    assert few
-    for kernel in few:
-        assert (kernel["prefetches"] == 0) == ("every size" in kernel["case"]), kernel
+    assert few and all((each["prefetches"] == 0) == ("every size" in each["case"]) for each in few), few
 
 
 def test_what_is_narrowed_to_eight_bits_keeps_nan(everywhere: Found) -> None:

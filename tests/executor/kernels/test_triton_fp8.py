@@ -11,6 +11,7 @@ from penstock.executor.kernels.weight import Weight
 from tests.support import cards
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
+from tests.support.refusals import cases
 from tests.support.twins import eight_bits as eight_bits_twin
 
 
@@ -67,20 +68,13 @@ def moved(x: Quantized, device: torch.device) -> Quantized:
 
 
 def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
-    cases = {
-        (64, 4096, 16): 8,
-        (64, 1536, 16): 2,
-        (300, 4096, 16): 1,
-        (64, 4096, 64): 4,
-        (64, 4096, 128): 2,
-        (8, 512, 16): 1,
-    }
-    assert {case: tiles.depth_splits(*case) for case in cases} == cases
+    splits = dict(cases(__file__, "depth splits"))
+    assert {case: tiles.depth_splits(*case) for case in splits} == splits
 
 
 def test_cublas_gets_many_tokens_and_whole_blocks_where_it_has_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = {(64, 512): False, (65, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
-    assert {case: linear_products.is_cublas(*case) for case in cases} == cases
+    counts = {(64, 512): False, (65, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
+    assert {case: linear_products.is_cublas(*case) for case in counts} == counts
     for card in (cards.L40S, cards.B200, cards.RTX_PRO):
         monkeypatch.setattr(linear_products, "current_card", lambda given=card: given)
         assert not linear_products.is_cublas(512, 512)

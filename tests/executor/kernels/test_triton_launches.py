@@ -19,32 +19,26 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with
 from tests.support.launch_counts import launches
-from tests.support.refusals import hardest
+from tests.support.refusals import hardest_rows
 
-MOST = {"qwen3-0.6b": 6, "qwen3-30b-a3b": 11, "deepseek-v2-lite": 14}
+LARGE = {"PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | {"EVERY_SIZE": True}, 6))),
+    *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
+]
 ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
 
 
-@pytest.mark.parametrize("name", hardest(MOST, "deepseek-v2-lite"))
+@pytest.mark.parametrize(("name", "options", "most"), hardest_rows(CASES, CASES[-1:]))
 def test_a_layer_of_a_decoding_step_has_few_launches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, options: dict[str, Any], most: int
 ) -> None:
+    for option, value in options.items():
+        monkeypatch.setattr(few_rows, option, value)
     compute_with(monkeypatch, OPS)
     counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
-    assert layer.total() <= MOST[name], layer
-
-
-@pytest.mark.parametrize(("every_size", "most"), [(False, 9), (True, 6)])
-def test_products_of_large_weights_fuse_norms_and_gate_if_those_of_every_size_are_ours(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_size: bool, most: int
-) -> None:
-    """Weights that are too large to be prefetched, as those of an 8B model are."""
-    monkeypatch.setattr(few_rows, "PREFETCH_BYTES", 0)
-    monkeypatch.setattr(few_rows, "EVERY_SIZE", every_size)
-    compute_with(monkeypatch, OPS)
-    counts = [count(tmp_path, config_of("qwen3-0.6b", True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
-    assert (counts[1] - counts[0]).total() == most
+    assert layer.total() == most, layer
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:

@@ -24,6 +24,7 @@ from tests.support.eight_bits import quantize
 from tests.support.kernel_cases import TOLERANCE, close, matrix
 from tests.support.launch_counts import launches
 from tests.support.paged import random
+from tests.support.refusals import cases
 from tests.support.small_models import greedy
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import experts as experts_twin
@@ -62,32 +63,8 @@ class Row(NamedTuple):
 
 PACKED = [(KINDS[0], 9), (KINDS[1], 1), ((0, 64, *KINDS[7][2:]), 70)]
 FAST = PACKED[1:]
-ROWS = [
-    *(Row("numbers", (9, 5, 2, 64, 64), dtype, is_slow=True) for dtype in TOLERANCE),
-    *(Row("numbers", (1, 4, 3, 40, 24), dtype, "gelu_tanh", is_slow=dtype is not torch.float32) for dtype in TOLERANCE),
-    *(
-        Row("numbers", (9, 5, 2, 64, 40), dtype, has_biases=True, is_slow=dtype is not torch.bfloat16)
-        for dtype in TOLERANCE
-    ),
-    *(Row("numbers", (70, 3, 2, 32, 32), tile_rows=rows, is_slow=rows != 16) for rows in (16, 64, 128)),
-    *(Row("numbers", (9, 6, 3, 32, 32), held=held, is_slow=held == (0, 2)) for held in ((0, 2), (2, 6))),
-    Row("numbers", (9, 5, 2, 64, 64), torch.bfloat16, has_added=True, is_slow=True),
-    Row("numbers", (0, 5, 2, 64, 64)),
-    # Three blocks in 384 columns and rows, whose scales are padded to four along the depth.
-    *(Row("blocks", (9, 3, 2, 384, 128), dtype, is_slow=dtype is not torch.bfloat16) for dtype in TOLERANCE),
-    # With biases and the bounded swish, as gpt-oss has them, and every code.
-    *(
-        Row("mxfp4", sizes, dtype, "clamped_swish", True, is_slow=(dtype, sizes[0]) != (torch.bfloat16, 40))
-        for dtype in TOLERANCE
-        for sizes in ((9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64))
-    ),
-    Row("mxfp4", (19, 2, 2, 96, 160), torch.bfloat16, "clamped_swish", True, tile_rows=32),
-    *(
-        Row(kind, (tokens, 4, 2, 128, 64), has_added=True, held=(1, 4), is_slow=(kind, tokens) not in FAST)
-        for kind in dict.fromkeys(kind for kind, _ in PACKED)
-        for tokens in (1, 9, 70)
-    ),
-]
+NAMES = {"Row": Row, "TOLERANCE": TOLERANCE, "torch": torch, "PACKED": PACKED, "FAST": FAST}
+ROWS = [row for rows in cases(__file__, "experts", **NAMES) for row in rows]
 
 
 def weights_of(row: Row, gate_up: Tensor, down: Tensor) -> tuple[Weight, Weight]:

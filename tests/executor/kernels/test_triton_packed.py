@@ -12,22 +12,13 @@ from penstock.executor.kernels.weight import Weight, pack_for_gpu
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
+from tests.support.refusals import cases
 from tests.support.twins import grouped as twin
 from tests.support.twins import torch_ops
 
 CPU = torch.device("cpu")
 Tensor = torch.Tensor
-# bits (0: floats of eight bits), group, what is below
-KINDS = [
-    (4, 32, None),
-    (4, 64, "zeros"),
-    (4, 128, "zeros"),
-    (4, 32, "minima"),
-    (4, 384, None),
-    (8, 16, None),
-    (8, 128, "zeros"),
-    (0, 384, None),
-]
+KINDS = cases(__file__, "kinds of packed weights")
 
 
 def grouped(rows: int, columns: int, kind: tuple[int, int, str | None], seed: int = 0) -> Weight:

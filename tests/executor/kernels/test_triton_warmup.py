@@ -201,10 +201,7 @@ def in_eight_bits(case: str) -> Path:
 
 RECURRENT = ("lfm2", "qwen3.5", "granite4-mamba")
 CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
-    "qwen3": (small_models.folder, "qwen3", {}),
-    "gemma3": (small_models.folder, "gemma3", {}),
-    "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
-    "deepseek-v2-lite": (small_models.folder, "deepseek-v2-lite", {}),
+    **{name: (small_models.folder, name, {}) for name in ("qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite")},
     "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
     "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
