@@ -36,11 +36,8 @@ def open_kv(
     pool.on_evict = partial(history.note_eviction, "device")
     keys = PageKeys(info.groups, info.block_size, makes_keys)
     tiers = Tiers(pool, keys, history, info, chunk, clock) if info.num_host_blocks else NoTiers(pool)
-    # Checkpoints this many blocks apart cost about as much as the blocks between them. On a GPU a row that ends for one
-    # costs a step without a graph, so rows end as late as they can.
-    interval = -(-keys.num_pages // keys.num_attention)
-    if info.device == "cuda":
-        interval = max(interval, chunk // info.block_size)
+    # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.
+    interval = max(-(-keys.num_pages // keys.num_attention), chunk // info.block_size if info.device == "cuda" else 0)
     return Kv(pool, keys, history, tiers, info.groups, chunk, interval, stats)
 
 
@@ -60,13 +57,12 @@ class Kv:
     ) -> None:
         """`chunk` is the maximum number of positions in a row, `interval` the number of blocks between checkpoints."""
         self._pool, self.keys, self._history, self.tiers = pool, keys, history, tiers
-        self._size, self._chunk, self._groups, self._stats = keys.block_size, chunk, groups, stats
-        self._page_of = tiers.page_of
+        self._size, self._chunk, self._interval, self._groups = keys.block_size, chunk, interval, groups
+        self._stats, self._page_of = stats, tiers.page_of
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self._windows, self.num_pages = keys.windows, keys.num_pages
         self._only_grows = not self._windows and not self.num_pages  # rows release nothing
-        self._interval = interval
 
     def pools(self) -> dict[str, BlockPool]:
         """Return the pools whose content is reported, by tier."""
