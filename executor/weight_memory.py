@@ -1,6 +1,6 @@
 """Allocates memory for weights on a CPU, in huge pages if the kernel supports them. A step reads all weights, and with
 pages of 4 KiB it would wait for many TLB misses. Weights share regions, so that each need not be rounded up to a huge
-page; a region is freed with its last weight. Imports no torch, because weights are packed while torch is imported.
+page; a region is freed with its last weight.
 """
 
 import threading
