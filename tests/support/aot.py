@@ -5,9 +5,9 @@ dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself
 
     python tests/support/aot.py GROUP CARD …
 
-it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, tensor-core and copy
-instructions, how warps share a product, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each group
-are in aot_cases.py, the cards in cards.py.
+it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, copy instructions, how warps
+share a product, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each
+group are in aot_cases.py, the cards in cards.py.
 """
 
 import json
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-INSTRUCTIONS = ("HGMMA", "QGMMA", "HMMA", "QMMA", "UTCHMMA", "UTCQMMA", "LDGSTS", "LDL", "STL")
+INSTRUCTIONS = ("LDGSTS", "LDL", "STL")
 ACCESSES = {  # of 16 bytes, and of one or two
     "wide_loads": r"\b(?:LDG|LDGSTS)\.E\S*\.128",
     "wide_stores": r"\bSTG\.E\S*\.128",

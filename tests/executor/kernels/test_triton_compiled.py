@@ -101,42 +101,12 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(everywhere: Found) ->
             assert kernel["narrow"] == 0, kernel
 
 
-def test_products_run_on_tensor_cores(compiled: Found) -> None:
-    halves = [kernel for kernel in compiled if "float32" not in kernel["case"]]
-    attention = [kernel for kernel in halves if "fixed" not in kernel["case"]]
-    prefills = [kernel for kernel in attention if kernel["kernel"] == "_prefill"]
-    decodes = [kernel for kernel in attention if kernel["kernel"] == "_decode"]
-    assert prefills and decodes
-    for kernel in prefills:  # a warpgroup's product, four times as wide as HMMA's, but for tiles of 32 rows
-        is_small = "full layers" in kernel["case"] or kernel["case"] == "DeepSeek-V3: eight-bit pages"
-        wide, other = ("HMMA", "HGMMA") if is_small else ("HGMMA", "HMMA")
-        assert kernel[wide] > 0 and kernel[other] == 0, kernel
-    for kernel in decodes:
-        assert kernel["HMMA"] > 0, kernel
-    for kernel in halves:
-        if "fixed" in kernel["case"]:
-            continue
-        is_coded = "MXFP4" in kernel["case"] or "four-bit experts" in kernel["case"]
-        is_wide = "prompts" in kernel["case"] or ("a batch" in kernel["case"] and not is_coded)
-        if kernel["kernel"] == "_multiply":
-            is_fp8 = "eight-bit experts" in kernel["case"] or "eight bits" in kernel["case"]
-            wide = "QGMMA" if is_fp8 else "HGMMA"
-            assert kernel[wide if is_wide else "HMMA"] > 0, kernel
-            assert kernel["wide_loads"] > 0, kernel
-
-
 def test_products_read_ahead(everywhere: Found) -> None:
     """The weight and x of later steps are on their way while a step is computed."""
     products = [each for each in everywhere if each["kernel"] == "_multiply" and "float32" not in each["case"]]
     assert products
     for kernel in products:
         assert kernel["in_flight"] > 0, kernel
-
-
-def test_other_cards_have_tensor_cores_too(everywhere: Found) -> None:
-    for kernel in everywhere:
-        if kernel["kernel"] in ("_prefill", "_decode") and "float32" not in kernel["case"]:
-            assert any(kernel[name] for name in ("HMMA", "QMMA", "HGMMA", "UTCHMMA")), kernel
 
 
 def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Found) -> None:
