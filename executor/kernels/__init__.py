@@ -288,7 +288,7 @@ class RowTensors(NamedTuple):
 
 
 class InputOps(Protocol):
-    """The kernels that compute a step's inputs on the device.
+    """The kernels that compute a step's inputs on the device, and that copy its blocks from and to host memory.
 
     executor/kernels/state.py defines the state, and the layout of `packed` (`PackedStep`).
     """
@@ -300,3 +300,7 @@ class InputOps(Protocol):
         self, packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
     ) -> RowTensors:
         """Return a step's inputs; `longest` is the largest row's length. Padding rows get zeros and a spare target."""
+
+    def copy_blocks(self, source: Tensor, target: Tensor, pairs: Tensor) -> None:
+        """Copy blocks, uint8 [blocks, bytes]: source[pairs[i, 0]] to target[pairs[i, 1]], pairs [n, 2] int32. One side
+        may be pinned host memory."""

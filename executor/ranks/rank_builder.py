@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.executor.cache_layout import plan_layout
+from penstock.executor.kernels.select import select_input_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.machine import usable_cores
 from penstock.executor.models.load import LoadedModel, load_model
@@ -189,4 +190,5 @@ class RankBuilder:
 
 
 def _open_copier(kv: torch.Tensor, arena: np.ndarray) -> Copier:
-    return CudaCopier(block_bytes_of(kv), arena) if kv.is_cuda else NumpyCopier(block_bytes_of(kv), arena)
+    ops, blocks = select_input_ops(kv.device), block_bytes_of(kv)
+    return NumpyCopier(blocks, arena) if ops is None else CudaCopier(blocks, arena, ops)

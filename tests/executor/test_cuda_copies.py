@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
 from tests.support.pretended_streams import Stream
 from tests.support.races import Race
+from tests.support.twins import torch_inputs
 
 BLOCKS, SLOTS, BYTES = 6, 5, 64
 
@@ -24,7 +26,8 @@ class Rig:
         self.gpu = gpu
         self.blocks = torch.zeros(BLOCKS, BYTES, dtype=torch.uint8, device=GPU)
         self.arena = np.zeros((SLOTS, 4096), np.uint8)
-        self.copier = CudaCopier(self.blocks, self.arena)
+        self.ops = Mock(wraps=torch_inputs)
+        self.copier = CudaCopier(self.blocks, self.arena, self.ops)
         for block in range(BLOCKS):
             self.blocks[block] = block
 
@@ -65,6 +68,13 @@ def test_rows_and_restores_do_not_wait_for_saves(gpu: PretendedGpu, rig: Rig) ->
     assert rig.has_waited(rig.copier._restoring) and not rig.has_waited(rig.copier._saving)
     rig.copier.finish()
     assert rig.arena[1, 0] == 1 and rig.arena[2, BYTES - 1] == 2
+
+
+def test_a_step_launches_one_copy_in_each_direction_however_many_blocks_it_moves(rig: Rig) -> None:
+    """The kernel was compiled at the start, and what it reads comes from pinned memory, so that the host goes on."""
+    assert rig.ops.copy_blocks.call_count == 2
+    rig.step(saves=((1, 1), (2, 2), (5, 3)), restores=((4, 3),))
+    assert rig.ops.copy_blocks.call_count == 4 and all(rig.gpu.copies)
 
 
 def test_rows_wait_for_the_restores_of_steps_before_theirs(rig: Rig) -> None:
@@ -131,8 +141,8 @@ def test_a_closed_copier_leaves_no_host_memory_pinned(gpu: PretendedGpu, rig: Ri
     """Another engine of the same process may get the same addresses, and pins them anew."""
     rig.step(saves=((1, 1),))
     with pytest.raises(ExecutorError, match="refuses to pin"):
-        CudaCopier(rig.blocks, rig.arena)
+        CudaCopier(rig.blocks, rig.arena, rig.ops)
     transfers = RankTransfers(rig.arena, rig.copier, {})
     transfers.close()
-    CudaCopier(rig.blocks, rig.arena).close()
+    CudaCopier(rig.blocks, rig.arena, rig.ops).close()
     assert gpu.races.memory(rig.arena.ctypes.data) is None

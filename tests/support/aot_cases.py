@@ -207,6 +207,11 @@ def inputs(rows: int, tokens: int, max_blocks: int) -> None:
     step_inputs.prepare(packed, state, offsets, rows, tokens, tokens // rows, max_blocks)
 
 
+def block_copies(num_bytes: int) -> None:
+    blocks, hosts = torch.zeros(2, num_bytes, dtype=torch.uint8), torch.zeros(2, num_bytes + 4096, dtype=torch.uint8)
+    step_inputs.copy_blocks(blocks, hosts[:, :num_bytes], torch.zeros(1, 2, dtype=torch.int32))
+
+
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
     logits = torch.zeros(2, vocab_size, dtype=dtype)
     edited = torch.zeros(2, -(-vocab_size // 256) * 256)[:, :vocab_size]
@@ -237,7 +242,8 @@ BUILDERS = {
     build.__name__: build
     for build in (
         *(attention, plain_linear, coded_linear, latent, expanded, latent_rope, gated, adapters, rope, rows, router),
-        *(experts, block_experts, coded_experts, eight_bits, packed, packed_experts, inputs, sample, recurrent),
+        *(experts, block_experts, coded_experts, eight_bits, packed, packed_experts),
+        *(inputs, block_copies, sample, recurrent),
     )
 }
 WORDS = {"BF16": BF16, "F16": F16, "F32": F32, "FP8": FP8, "U8": torch.uint8, "sigmoid": "sigmoid"}

@@ -173,6 +173,7 @@ class PretendedGpu(TorchDispatchMode):
         self._patches.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
         self._patches.setattr("penstock.executor.ranks.runner_factory.select_sampling_ops", lambda _: sampling)
         self._patches.setattr("penstock.executor.ranks.runner_factory.select_input_ops", lambda _: torch_inputs)
+        self._patches.setattr("penstock.executor.ranks.rank_builder.select_input_ops", lambda _: torch_inputs)
         self._patches.setattr("penstock.executor.kernels.lora._load_kernel", lambda: lora.add_lora)
         # The twin of attention looks at a padded batch's rows on the host, which a graph of this one cannot repeat.
         self._patches.setattr("penstock.executor.ranks.runner_factory.CHUNK_BUCKETS", ())

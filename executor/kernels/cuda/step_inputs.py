@@ -1,4 +1,5 @@
-"""The inputs of a step on the GPU: one kernel applies changes to the state, one gathers each row's model inputs."""
+"""The inputs of a step on the GPU: one kernel applies changes to the state, one gathers each row's model inputs, and one
+copies blocks between the KV cache and pinned memory, whose addresses it uses as if it were the GPU's own."""
 
 import torch
 import triton
@@ -10,6 +11,8 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.state import HEADER, OPTIONS, PackedStep, StateLayout
 
 PER_PROGRAM = tl.constexpr(256)  # tokens of a row, or numbers of a run, per program
+PIECE = 1 << 15  # bytes of a block that a program copies at a time
+COPYING_PROGRAMS = 32  # enough loads in flight for the bus, while most processors are left to the rows of the step
 ROWS_AT, PER_SLOT = tl.constexpr(HEADER), tl.constexpr(OPTIONS)
 
 
@@ -53,6 +56,13 @@ def prepare(
     return made
 
 
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    size, strides = source.shape[1], (source.stride(0), target.stride(0))
+    assert size == target.shape[1] and source.stride(1) == target.stride(1) == 1
+    constants = {"BYTES": size, "STRIDES": strides, "PIECE": PIECE}
+    _copy_blocks[(COPYING_PROGRAMS,)](pairs, source, target, len(pairs), **constants, num_warps=8)
+
+
 def _assert_numbers(packed: Tensor, state: Tensor) -> None:
     """Assert that both are flat int32 tensors whose length fits into 32 bits."""
     for numbers in (packed, state):
@@ -68,6 +78,19 @@ def _apply_runs(packed_ptr, state_ptr, first):
     place = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     numbers = tl.load(packed_ptr + source + place, mask=place < length, other=0)
     tl.store(state_ptr + to + place, numbers, mask=place < length)
+
+
+@kernel
+def _copy_blocks(
+    pairs_ptr, source_ptr, target_ptr, num_pairs, BYTES: tl.constexpr, STRIDES: tl.constexpr, PIECE: tl.constexpr
+):
+    PIECES: tl.constexpr = (BYTES + PIECE - 1) // PIECE  # of a block
+    for item in range(tl.program_id(0), num_pairs * PIECES, tl.num_programs(0)):
+        pair_ptr = pairs_ptr + item // PIECES * 2
+        place = item % PIECES * PIECE + tl.arange(0, PIECE)
+        source = source_ptr + tl.load(pair_ptr).to(tl.int64) * STRIDES[0]
+        target = target_ptr + tl.load(pair_ptr + 1).to(tl.int64) * STRIDES[1]
+        tl.store(target + place, tl.load(source + place, mask=place < BYTES), mask=place < BYTES)
 
 
 @kernel

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda import step_inputs as inputs
 from penstock.executor.kernels.state import OPTIONS, StateLayout
 from tests.executor import test_inputs
@@ -54,6 +53,17 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
     assert torch.equal(got.cpu(), expected) and not torch.equal(expected, state())
 
 
+@pytest.mark.parametrize("num_bytes", [2 * inputs.PIECE + 48, 52])
+def test_blocks_are_copied_between_a_gpu_and_padded_blocks_of_the_host(device: torch.device, num_bytes: int) -> None:
+    blocks, pairs = torch.randint(256, (5, num_bytes), dtype=torch.uint8), torch.tensor([[4, 1], [0, 2], [3, 5]]).int()
+    hosts = torch.zeros(6, -(-num_bytes // 4096) * 4096, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    hosts, back = hosts[:, :num_bytes], torch.zeros_like(blocks, device=device)
+    inputs.copy_blocks(blocks.to(device), hosts, pairs.to(device))
+    inputs.copy_blocks(hosts, back, pairs.flip(1).to(device))  # on a GPU, `cpu` waits for both
+    assert torch.equal(back.cpu()[[4, 0, 3]], blocks[[4, 0, 3]]) and not back[[1, 2]].any()
+    assert torch.equal(hosts[[1, 2, 5]], blocks[[4, 0, 3]]) and not hosts[[0, 3, 4]].any()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
 @pytest.mark.parametrize(
     ("payload", "layout"),
@@ -61,7 +71,7 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
     ids=["many", "one"],
 )
 def test_any_step_is_what_the_host_makes(payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)
+    monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", inputs)
     test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, layout)
 
 

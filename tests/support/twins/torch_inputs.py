@@ -50,3 +50,8 @@ def prepare(
         top_k=options[:, 3].clone(),
         seeds=options[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0],
     )
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    for one, other in pairs.tolist():
+        target[other].copy_(source[one], non_blocking=True)
