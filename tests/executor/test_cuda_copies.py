@@ -16,6 +16,7 @@ from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
 from tests.support.pretended_streams import Stream
 from tests.support.races import Race
+from tests.support.refusals import cases
 from tests.support.twins import torch_inputs
 
 BLOCKS, SLOTS, BYTES = 6, 5, 64
@@ -97,18 +98,7 @@ def test_a_block_that_is_being_saved_is_written_by_rows_when_it_is_over(gpu: Pre
 
 
 # The copies and the rows of steps, one step after the other.
-OVERWRITES: dict[str, list[dict[str, Any]]] = {
-    "a block that is being saved, by a restore": [{"saves": [(1, 1)]}, {"restores": [(2, 1)]}, {"reads": [1]}],
-    "a block that is being restored, by rows": [{"restores": [(1, 1)]}, {"writes": [1]}],
-    "a slot that is being restored from, by a save": [{"restores": [(1, 1)]}, {"saves": [(2, 1)]}],
-    "a slot that is being saved to, read by a restore": [{"saves": [(1, 1)]}, {"restores": [(1, 2)]}],
-    "a slot that was saved to before a restore, by a save": [
-        *({"saves": [(1, 1)]}, {"restores": [(1, 2)]}, {"saves": [(3, 1)]}, {"restores": [(1, 4)], "writes": [2]}),
-    ],
-    "a block that was handed out twice while it was saved": [
-        *({"saves": [(1, 1)]}, {"writes": [1]}, {"restores": [(2, 1)]}, {"saves": [(1, 3)]}, {"writes": [1]}),
-    ],
-}
+OVERWRITES: dict[str, list[dict[str, Any]]] = dict(cases(__file__, "overwrites"))
 
 
 @pytest.mark.parametrize("what", OVERWRITES)

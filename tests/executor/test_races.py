@@ -23,6 +23,7 @@ from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResul
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import SampledTokens, Sampler
 from penstock.executor.staging import send, send_list
+from penstock.executor.step import warmup
 from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
@@ -30,7 +31,7 @@ from tests.executor.test_sampler import admit
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import CPU, GPU
 from tests.support.races import Race
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import folder, greedy
 from tests.support.twins import sampling as sampling_twin
@@ -59,14 +60,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any)
     return UniprocExecutor(config)
 
 
-SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.8, seed=2**63 + 5, top_k=20, top_p=0.9),
-    Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
-    Sampling(temperature=0.0, logprobs=3, frequency_penalty=0.2),
-    Sampling(temperature=0.9, seed=6, banned_ids=tuple(range(100)), min_tokens=3, stop_ids=(120, 121)),
-    Sampling(temperature=0.0, prompt_logprobs=2, logit_bias=((7, 2.0),)),
-]
+SAMPLINGS = cases(__file__, "samplings of a watched world", Sampling=Sampling)
 
 
 class Loose:
@@ -245,24 +239,14 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
             world.live(50)
 
 
-ASKED = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.8, seed=5, top_k=20, top_p=0.9, min_p=0.1),
-    Sampling(temperature=0.0, logprobs=3, banned_ids=(1, 2)),
-    Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.1),
-    Sampling(temperature=0.7, allowed_ids=(4, 5), logit_bias=((4, 1.5),)),
-    Sampling(temperature=1.0, min_tokens=5, stop_ids=(9,)),
-]
-
-
 def test_whatever_requests_ask_for_goes_over_from_pinned_memory_and_the_host_goes_on(gpu: PretendedGpu) -> None:
-    sampler = Sampler(512, len(ASKED), GPU, sampling_twin)
+    sampler = Sampler(512, len(warmup.SAMPLINGS), GPU, sampling_twin)
     gpu.copies.clear()  # what was allocated once
-    admitted = [admit(sampler, slot, sampling, [*range(7)], 4) for slot, sampling in enumerate(ASKED)]
+    admitted = [admit(sampler, slot, sampling, [*range(7)], 4) for slot, sampling in enumerate(warmup.SAMPLINGS)]
     sampler.extend(admitted[3], (1, 2))
     counts = []
     for step in range(3):
-        requests = admitted[: len(ASKED) - (step == 2)]
+        requests = admitted[: len(warmup.SAMPLINGS) - (step == 2)]
         options = [torch.ones(len(requests), dtype=dtype, device=GPU) for dtype in OPTION_DTYPES]
         masks = RowMasks([0, 2], np.full((2, 512 // 32), -1, np.int32)) if step else None
         logits = torch.zeros(len(requests), 512, device=GPU)

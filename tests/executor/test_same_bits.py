@@ -15,7 +15,7 @@ from penstock import LLM, RequestOutput, SamplingParams
 from penstock.executor.protocol import Sampling
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
-from tests.support.refusals import hardest, hardest_rows
+from tests.support.refusals import cases, hardest, hardest_rows
 from tests.support.small_models import folder
 
 RNG = random.Random(5)
@@ -57,14 +57,7 @@ def check(results: list[RequestOutput], path: str, **options: Any) -> None:
         assert found[len(result.prompt_token_ids) - 1 :] == sampled(result)
 
 
-HARDEST = [
-    ("llama-wide", "bfloat16"),  # wide enough for one row to be summed in another order
-    ("granite4-mamba-groups", "bfloat16"),  # states
-    ("deepseek-v3", "float32"),  # latents
-    ("gemma4", "bfloat16"),  # windows
-    ("gpt-oss", "bfloat16"),
-    ("gemma3", "float32"),
-]
+HARDEST = cases(__file__, "hardest for the same bits")
 NAMES = [*(name for name, _ in HARDEST), "mistral-sliding", "qwen3.5", "qwen3-moe", "qwen3-next", "lfm2"]
 CASES = [*itertools.product(NAMES, ("float32", "bfloat16"))]
 

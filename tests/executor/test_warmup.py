@@ -17,6 +17,7 @@ from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
 from tests.support.driver import Driver
+from tests.support.refusals import cases
 from tests.support.small_models import folder
 
 SAMPLINGS = [
@@ -46,16 +47,7 @@ def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: 
 
 
 # The other arguments of the choices of tiles, with values of models that people serve.
-VALUES: dict[str, tuple[int, ...]] = {
-    "num_slots": (8, 32, 60, 64, 128, 256),
-    "width": (576, 1024, 4096, 28672),
-    "depth": (1024, 4096, 14336),
-    "max_context": (40960,),
-    "itemsize": (2, 4),
-    "rows": (16, 32, 64, 128),
-    "is_fixed": (False, True),
-    "is_coded": (False, True),
-}
+VALUES: dict[str, tuple[int, ...]] = dict(cases(__file__, "arguments of tiles"))
 SIZES = ("rows", "tokens", "entries", "programs")
 LIMITS = (1, 2, 100, 1000, 8192)
 

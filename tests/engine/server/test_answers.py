@@ -14,6 +14,7 @@ from penstock.engine.server.requests import EmbeddingRequest
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import TokenLogprobs
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
 
 # Completions.
@@ -125,27 +126,7 @@ def test_a_stop_string_ends_the_answer_and_is_named(server: Running) -> None:
 
 
 def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
-    given = {
-        "n": 2,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": -0.3,
-        "seed": 11,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "stop": ["zz"],
-        "stop_token_ids": [5],
-        "include_stop_str_in_output": True,
-        "ignore_eos": True,
-        "allowed_token_ids": [1, 2],
-        "banned_token_ids": [3],
-        "skip_special_tokens": False,
-        "prompt_logprobs": 1,
-    }
+    given = dict(cases(__file__, "sampling fields"))
     for send, is_continuation in ((server.complete, True), (server.chat, False)):
         assert send(**given, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
         params = server.params
