@@ -302,5 +302,4 @@ class InputOps(Protocol):
         """Return a step's inputs; `longest` is the largest row's length. Padding rows get zeros and a spare target."""
 
     def copy_blocks(self, source: Tensor, target: Tensor, pairs: Tensor) -> None:
-        """Copy blocks, uint8 [blocks, bytes]: source[pairs[i, 0]] to target[pairs[i, 1]], pairs [n, 2] int32. One side
-        may be pinned host memory."""
+        """Copy block pairs[i, 0] of source to pairs[i, 1] of target, uint8 [blocks, bytes]. One may be pinned memory."""

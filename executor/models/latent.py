@@ -93,8 +93,9 @@ class LatentAttention:
         return out.flatten(1)
 
     def _absorbed(self, batch: ForwardBatch) -> tuple[int, int]:
-        """Return the number of rows, and of their tokens, for absorbed attention; these come first, being shorter."""
-        if self._ops.expanded_attention is None or not batch.query_lens:
+        """Return the number of rows, and of their tokens, for absorbed attention; these come first, being shorter.
+        In a graph these are all, because only the device knows the rows."""
+        if self._ops.expanded_attention is None or not batch.query_lens or batch.single_contexts is not None:
             return len(batch.context_lens), len(batch.positions)
         several = bisect_left(batch.query_lens, True, key=self._sizes.is_expanded)
         return batch.num_single_rows + several, batch.num_single_rows + sum(batch.query_lens[:several])

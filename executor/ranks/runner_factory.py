@@ -13,7 +13,7 @@ from penstock.executor.models.load import LoadedModel
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.sampling.sampler import Sampler
-from penstock.executor.step.graphs import CHUNK_BUCKETS, CudaGraphs, StepGraphs, choose_buckets
+from penstock.executor.step.graphs import CHUNK_BUCKETS, MOST_ABSORBED, CudaGraphs, StepGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import allocate_kv, layer_pages
 from penstock.executor.step.rebalance import Rebalancer
@@ -51,11 +51,12 @@ class RunnerFactory:
 
     def graph_tokens(self, loaded: LoadedModel) -> tuple[int, ...]:
         """Return the numbers of tokens to capture prefill steps for; none if a layer plans on the host, with
-        batch_invariant, or with enable_eplb, which would count padding as load."""
-        model, config = loaded.model, self.settings.config
-        if model.kv_parts == 1 or model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
+        batch_invariant, or with enable_eplb, which would count padding as load. Graphs never expand latents."""
+        config = self.settings.config
+        if loaded.model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
             return ()
-        return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= config.max_num_batched_tokens)
+        most = MOST_ABSORBED if loaded.model.kv_parts == 1 else config.max_num_batched_tokens
+        return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= min(most, config.max_num_batched_tokens))
 
     def open(self, loaded: LoadedModel, kv: torch.Tensor, max_model_len: int) -> ModelRunner:
         """Open a runner over the blocks `kv` with its own slots and sampler; `capture` then captures its graphs."""

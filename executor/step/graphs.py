@@ -11,8 +11,7 @@ capture is reused by the next. Forward passes and draws have separate pools, bec
 being copied to the host while the next forward pass runs.
 
 In a graph of steps with prompts only the device knows the rows; at most MAX_SEVERAL of them have several tokens. The
-device computes such a step faster than the host can launch its kernels. Models with latents or recurrent states have no
-such graphs, because their layers plan on the host.
+device computes such a step faster than the host can launch its kernels. Recurrent layers plan on the host: no graphs.
 
 Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
@@ -49,10 +48,10 @@ Results = TypeVar("Results")
 # Up to 32 rows a step is bound by reading weights, so padding is cheap; beyond that every row costs.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
 
-
 # Numbers of tokens that graphs are captured for. From 257 tokens on, padding adds at most a quarter. Beyond 2,048 a model
 # of 8B computes longer than the host needs to launch its kernels.
 CHUNK_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
+MOST_ABSORBED = 512  # tokens of a graph of steps with prompts whose attention is absorbed (executor/models/latent.py)
 
 
 def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ A step's copies begin after the rows of the previous step; the step's own rows u
 run in parallel. The rows of the next step wait for restored blocks. Saves delay only operations that would overwrite
 their source: rows that write to the block, or a restore into it. The core reuses a block only after the step that saved
 it, but another rank may have reported that step while this rank is behind. The same applies to host blocks.
-
 All saves of a step are one kernel, and all restores another: a copy of each block would cost the host microseconds.
 """
 
@@ -23,8 +22,6 @@ from penstock.executor.protocol import ExecutorError
 from penstock.executor.staging import send_list
 from penstock.executor.tiers.transfers import Pairs
 
-MAPPED = 2  # cudaHostRegisterMapped: kernels may use the addresses of the pinned memory
-
 
 class CudaCopier:
     """Copies blocks by CUDA; pins `arena` until `close`. Call `start` before the rows of the step are launched."""
@@ -33,7 +30,7 @@ class CudaCopier:
         self._ops, self._blocks = ops, blocks  # uint8 [blocks, bytes of a block], on the GPU
         self._hosts = torch.from_numpy(arena)[:, : blocks.shape[1]]
         self._arena_address = arena.ctypes.data
-        status = torch.cuda.cudart().cudaHostRegister(self._arena_address, arena.nbytes, MAPPED)
+        status = torch.cuda.cudart().cudaHostRegister(self._arena_address, arena.nbytes, 2)  # mapped for kernels
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
         self._saving, self._restoring = (torch.cuda.Stream(blocks.device) for _ in range(2))
@@ -43,15 +40,16 @@ class CudaCopier:
         self._used: dict[int, torch.cuda.Event] = {}  # host block → end of the copies that last used it
         self._restored: torch.cuda.Event | None = None  # the event that the rows of the next step wait for
         # Compiles the kernel now rather than in a step. Nothing reads the first block of either side.
-        for source, target in ((self._blocks, self._hosts), (self._hosts, self._blocks)):
-            ops.copy_blocks(source, target, send_list([(0, 0)], torch.int32, blocks.device))
+        for saves, restores in ([(0, 0)], []), ([], [(0, 0)]):
+            self.start(saves, restores)
+            self.finish()
 
     def use(self, blocks: torch.Tensor) -> None:
         self._blocks = blocks
 
     def close(self) -> None:
         """Unpin the arena once no copy uses it. Another executor may get the same addresses to pin."""
-        for stream in (self._saving, self._restoring, torch.cuda.current_stream(self._blocks.device)):
+        for stream in (self._saving, self._restoring):
             stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._arena_address)
 
@@ -67,11 +65,9 @@ class CudaCopier:
         self._in_flight.append([])
         if restores:
             _wait(self._restoring, self._saved, (block for _, block in restores))
-            hosts = [host for host, _ in restores]
-            self._restored = self._copy(self._restoring, self._hosts, self._blocks, restores, hosts)
+            self._restored = self._copy(self._restoring, restores, is_save=False)
         if saves:
-            hosts = [host for _, host in saves]
-            end = self._copy(self._saving, self._blocks, self._hosts, saves, hosts)
+            end = self._copy(self._saving, saves, is_save=True)
             self._saved |= dict.fromkeys((block for block, _ in saves), end)
 
     def finish(self) -> float:
@@ -85,10 +81,10 @@ class CudaCopier:
             if host in self._used:
                 self._used.pop(host).synchronize()
 
-    def _copy(
-        self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, pairs: Pairs, hosts: list[int]
-    ) -> torch.cuda.Event:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, is_save: bool) -> torch.cuda.Event:
         """Start copying pairs of blocks after the rows so far and after earlier uses of these host blocks."""
+        source, target = (self._blocks, self._hosts) if is_save else (self._hosts, self._blocks)
+        hosts = [pair[is_save] for pair in pairs]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
         _wait(stream, self._used, hosts)

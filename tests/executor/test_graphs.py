@@ -29,7 +29,7 @@ from tests.executor.test_inputs import on_device
 from tests.support.adapters import Adapter
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.small_models import greedy
 from tests.support.twins import lora as lora_twin
 from tests.support.twins import sampling as sampling_twin
@@ -142,7 +142,10 @@ def test_a_model_gives_the_tokens_of_transformers_with_graphs_and_without(
     executor.close()
 
 
-@pytest.mark.parametrize("case", hardest(["qwen3", "gemma3", "qwen3-moe", "opt"], "gemma3", "qwen3-moe"))
+PROMPTS_IN_GRAPHS = ["qwen3", "gemma3", "qwen3-moe", "opt", "deepseek-v2-lite"]
+
+
+@pytest.mark.parametrize("case", hardest(PROMPTS_IN_GRAPHS, "gemma3", "qwen3-moe", "deepseek-v2-lite"))
 def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -216,14 +219,7 @@ def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: py
 
     def run(recorder: Recorder | None) -> list[Any]:
         driver = Driver(open_small(monkeypatch, recorder=recorder))
-        samplings = [
-            Sampling(temperature=0.0),
-            Sampling(temperature=0.8, seed=2**63 + 5),
-            Sampling(temperature=1.2, seed=3, top_k=20, top_p=0.9, min_p=0.01),
-            Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
-            Sampling(temperature=0.0, logprobs=3),
-            Sampling(temperature=0.9, seed=6, banned_ids=tuple(range(100))),
-        ]
+        samplings = cases(__file__, "samplings in graphs", Sampling=Sampling)
         found: list[Any] = []
 
         def advance(sequences: list[Sequence], masks: dict[int, set[int]] | None = None) -> None:

@@ -83,11 +83,12 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     tokens, num_heads, width = q.shape
     rank = width - rope_dim
     assert latents.shape[2] == width
-    out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
+    new, singles = torch.empty if batch.single_contexts is None else torch.zeros, batch.singles
+    out = new((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     shape = AttentionShape("latent", 1, num_heads, rank, rope_dim, rank)
     attention = Attention(q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0)
-    if batch.num_single_rows:
-        decode(batch, attention, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
+    if singles.num_single_rows:
+        decode(singles, attention, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
     if batch.query_lens:
         prefill(batch, attention, latent_tile(num_heads, False, q.element_size(), latents.element_size()))
     return out

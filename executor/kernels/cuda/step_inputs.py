@@ -57,9 +57,8 @@ def prepare(
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    size, strides = source.shape[1], (source.stride(0), target.stride(0))
-    assert size == target.shape[1] and source.stride(1) == target.stride(1) == 1
-    constants = {"BYTES": size, "STRIDES": strides, "PIECE": PIECE}
+    assert source.shape[1] == target.shape[1] and source.stride(1) == target.stride(1) == 1
+    constants = {"BYTES": source.shape[1], "STRIDES": (source.stride(0), target.stride(0)), "PIECE": PIECE}
     _copy_blocks[(COPYING_PROGRAMS,)](pairs, source, target, len(pairs), **constants, num_warps=8)
 
 

@@ -8,9 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_EXTRAS, KeyStore, Ops, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded
 from penstock.executor.kernels.cuda.attention_ops import num_splits
@@ -83,36 +85,38 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(
     assert not out[1:].any()
 
 
+def padded(batch: ForwardBatch, tokens: int) -> ForwardBatch:
+    """The batch as in a graph: only the device knows the rows, and three more have what is left of the tokens."""
+    rows, singles = len(batch.context_lens), batch.num_single_rows
+    tables, contexts = F.pad(batch.block_tables, (0, 0, 0, 3)), F.pad(batch.context_lens, (0, 3))
+    counts = torch.tensor([rows, singles, rows - singles, 0], dtype=torch.int32, device=contexts.device)
+    return replace(
+        batch,
+        query_starts=F.pad(batch.query_starts, (0, 3), value=tokens),
+        context_lens=contexts,
+        block_tables=tables,
+        num_single_rows=0,
+        query_lens=(tokens, *(0,) * (rows + 2)),
+        query_contexts=(150,) * (rows + 3),
+        max_single_context=150,
+        single_contexts=torch.where(torch.arange(rows + 3, device=contexts.device) < singles, contexts, 0),
+        row_counts=counts,
+        memo={},
+    )
+
+
 @matrix("dtype, window", (torch.float32, torch.bfloat16), (None, 40), hardest=[])
 def test_a_padded_batch_gets_what_its_rows_get(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Only the device knows the rows, and three more have what is left of the tokens: they get zeros."""
     cache, q = case(dtype, SHAPES[1])
     moved = cache.to(device)
     expected = attend(OPS, moved, q.to(device), ROWS, window)
-    batch, spare, tokens = moved.batch(ROWS), 3, len(expected) + 50
+    batch = padded(moved.batch(ROWS), len(expected) + 50)
     picked = torch.cat([q[row, context - count : context] for row, count, context in ROWS])
-    contexts = torch.cat((batch.context_lens, batch.context_lens.new_zeros(spare)))
-    ends = batch.query_starts.new_full((spare,), tokens)
-    singles = torch.arange(len(contexts), device=device) < batch.num_single_rows
-    padded = replace(
-        batch,
-        query_starts=torch.cat((batch.query_starts, ends)),
-        context_lens=contexts,
-        block_tables=torch.cat((batch.block_tables, batch.block_tables.new_zeros(spare, batch.block_tables.shape[1]))),
-        num_single_rows=0,
-        query_lens=(tokens, *(0,) * (len(contexts) - 1)),
-        query_contexts=(150,) * len(contexts),
-        max_single_context=150,
-        single_contexts=torch.where(singles, contexts, 0),
-        row_counts=torch.tensor([len(ROWS), batch.num_single_rows, len(ROWS) - batch.num_single_rows, 0])
-        .int()
-        .to(device),
-        memo={},
-    )
     pages, extras = (moved.k_pages, moved.v_pages), ScoreExtras(window=window)
     for ops in (OPS, torch_ops):
         given = torch.cat((picked, picked.new_zeros(50, *picked.shape[1:]))).to(device)
-        out = ops.paged_attention(given, pages, padded, q.shape[-1] ** -0.5, extras)
+        out = ops.paged_attention(given, pages, batch, q.shape[-1] ** -0.5, extras)
         close(out[:-50], expected)
         assert not out[-50:].any()
 
@@ -242,6 +246,10 @@ def test_latent_attention_equals_the_twin(
     expected = torch_ops.latent_attention(q.double(), cache.k_pages.double(), cache.batch(rows), 0.2, rope)
     moved = cache.to(device)
     close(OPS.latent_attention(q.to(device), moved.k_pages, moved.batch(rows), 0.2, rope), expected)
+    given, batch = torch.cat((q, q.new_zeros(50, *q.shape[1:]))).to(device), padded(moved.batch(rows), len(q) + 50)
+    out = OPS.latent_attention(given, moved.k_pages, batch, 0.2, rope)
+    close(out[:-50], expected)
+    assert not out[-50:].any()
 
 
 # heads, rope, nope, value, rank; the rows of EXPANDED are 1 token, 2 and 5 that stay absorbed, then chunks

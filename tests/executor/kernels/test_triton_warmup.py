@@ -115,7 +115,7 @@ def open_on_kernels(
         sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
         return DeviceInputs(*sizes, inputs, device, cache_layout=layout)
 
-    pretend_a_gpu(monkeypatch, lambda: recorder)
+    pretend_a_gpu(monkeypatch, lambda: recorder, (32, TOKENS))
     monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
     monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling)
     compute_with(monkeypatch, ops)

@@ -19,8 +19,8 @@ def convolve(
     outputs, kept = [torch.empty(0, x.shape[1], dtype=x.dtype, device=x.device)], []
     for row, part in enumerate(_parts(x, batch)):
         known = torch.cat((tails[row], part))
-        windows = known.float().unfold(0, before + 1, 1)  # [count, C, taps]
-        y = (windows * weight.T).sum(-1)
+        windows = known.float().unfold(0, before + 1, 1) if len(part) else known.new_empty(0, x.shape[1], before + 1)
+        y = (windows * weight.T).sum(-1)  # of windows [count, C, taps]
         y = y if bias is None else y + bias
         outputs.append((F.silu(y) if has_silu else y).to(x.dtype))
         kept.append(known[len(known) - before :])
