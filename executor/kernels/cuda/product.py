@@ -273,8 +273,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         is_code = is_deep[:, None] & (column < SPEC.width)[None, :]
         codes = load_inside(ptrs + ahead * BYTES, is_code, SPEC.is_whole)
         if SPEC.activation is not None:
-            up_ptrs = ptrs + ahead * BYTES + SPEC.width * ROW_BYTES
-            up_codes = load_inside(up_ptrs, is_code, SPEC.is_whole)
+            up_codes = load_inside(ptrs + ahead * BYTES + SPEC.width * ROW_BYTES, is_code, SPEC.is_whole)
         current = scales
         if AHEAD:
             scales = _load_scales(weight, start + SPEC.step, column, 0, 0, SPEC)
@@ -339,10 +338,10 @@ def _add_product(
             return acc + tl.dot(x, codes) * (x_scale * scale)[:, None]
         # Converts through float32: before 9.0 there is no shorter way.
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
-    if SPEC.kind == "groups" or SPEC.kind == "mxfp4":
-        if not AHEAD:
-            scales = _load_scales(weight, start, column, half, SHIFT, SPEC)
-        if SPEC.kind == "groups":
-            return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
+    if (SPEC.kind == "groups" or SPEC.kind == "mxfp4") and not AHEAD:
+        scales = _load_scales(weight, start, column, half, SHIFT, SPEC)
+    if SPEC.kind == "groups":
+        return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
+    if SPEC.kind == "mxfp4":
         codes = dequantize_mxfp4(codes, scales[0], half, x.dtype)
     return tl.dot(x, codes.to(x.dtype), acc, input_precision="ieee")
