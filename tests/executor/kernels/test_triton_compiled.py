@@ -101,12 +101,13 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(everywhere: Found) ->
             assert kernel["narrow"] == 0, kernel
 
 
-def test_products_read_ahead(everywhere: Found) -> None:
-    """The weight and x of later steps are on their way while a step is computed."""
+def test_products_read_ahead_and_wide(everywhere: Found) -> None:
+    """The weight and x of later steps are on their way while a step is computed, sixteen bytes at a time."""
     products = [each for each in everywhere if each["kernel"] == "_multiply" and "float32" not in each["case"]]
     assert products
     for kernel in products:
         assert kernel["in_flight"] > 0, kernel
+        assert kernel["wide_loads"] > 0 or "fixed" in kernel["case"] or kernel["card"] != "H200", kernel
 
 
 def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Found) -> None:
