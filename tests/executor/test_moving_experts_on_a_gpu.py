@@ -79,7 +79,9 @@ def open_rebalancer(
     def opened(experts_of_slots: list[int], other: Other, **options: Any) -> tuple[Rebalancer, list[SimpleNamespace]]:
         placed = Plan.of(np.tile(experts_of_slots, (LAYERS, 1)), EXPERTS, 2)
         slots = [[Expert() for _ in range(placed.slots_per_rank)] for _ in range(LAYERS)]
-        layers = [SimpleNamespace(num_experts=EXPERTS, slots=each, counter=None, replace=Mock()) for each in slots]
+        layers = [
+            SimpleNamespace(num_experts=EXPERTS, expert_slots=each, counter=None, replace=Mock()) for each in slots
+        ]
         config = EplbConfig(window=1, interval=1, target=1.0, min_gain_per_gib=0.0, **options)
         return Rebalancer(config, placed, layers, other, other), layers  # type: ignore[arg-type]
 
