@@ -1,12 +1,14 @@
 """Both ends of the peer tier in one process, over loopback: what is given, and peers that do everything wrong."""
 
 import contextlib
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -122,17 +124,16 @@ def until(is_so: Callable[[], bool], what: str) -> None:
 
 
 def free_addresses(count: int, ranks: int = 1) -> list[str]:
-    """On this machine, each with as many ports in a row."""
+    """On this machine, each with as many ports in a row: none that the system gives to connections, now or meanwhile."""
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[str] = []
-    while len(found) < count:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for rank in range(1, ranks):
-                    held.enter_context(socket.create_server(("127.0.0.1", first + rank)))
-            except (OSError, OverflowError):
-                continue
-            found.append(f"127.0.0.1:{first}")
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            first = random.SystemRandom().randrange(10_000, max(below, 30_000) - ranks)
+            with contextlib.suppress(OSError):
+                for port in range(first, first + ranks):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(f"127.0.0.1:{first}")
     return found
 
 
