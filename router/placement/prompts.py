@@ -7,6 +7,7 @@ bytes of JSON stand for a token: no engine has such keys, but requests with a co
 """
 
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -62,9 +63,9 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 class ChatFields(msgspec.Struct):
-    """The fields of a chat that its template is given. Messages may have fields that the engine may not show it."""
+    """The fields of a chat that its template is given."""
 
-    messages: list[Message]
+    messages: Raw
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -79,7 +80,8 @@ class KnownMessage(Message, kw_only=True, forbid_unknown_fields=True):
 
 
 _CHAT = msgspec.json.Decoder(ChatFields)
-_KNOWN = msgspec.json.Decoder(list[KnownMessage])
+_KNOWN_MESSAGES = msgspec.json.Decoder(list[KnownMessage])
+_MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 class PromptReader:
@@ -156,16 +158,17 @@ class PromptReader:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
+        messages, are_known = _messages(chat.messages)
         options = {"tools": chat.tools, "documents": chat.documents, **rendering(chat)}
         try:
             with Limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
-                text = chat_prompt(self.template, chat.messages, **options)
+                text = chat_prompt(self.template, messages, **options)
         except RenderTimeout:
             self.template.is_slow = True  # later chats are rendered in a thread
             return None
         # The engine reads the reasoning state of a message to be continued from its text.
         is_exact = not chat.continue_final_message and fields.keys() <= NOT_IN_PROMPT | RENDERED
-        is_exact = is_exact and all(map(_is_plain, chat.messages)) and _has_known_fields(fields["messages"])
+        is_exact = is_exact and are_known and all(map(_is_plain, messages))
         return self.segments.encode(text, bool(chat.add_special_tokens)), is_exact
 
 
@@ -189,9 +192,9 @@ def _is_plain(message: Message) -> bool:
     return message.role in PLAIN_ROLES and message.content is not None and others == (None, None, None)
 
 
-def _has_known_fields(messages: Raw) -> bool:
+def _messages(source: Raw) -> tuple[Sequence[Message], bool]:
+    """Return the messages, and whether they have no fields that the engine may show its template, but the router does not."""
     try:
-        _KNOWN.decode(messages)
+        return _KNOWN_MESSAGES.decode(source), True
     except msgspec.ValidationError:
-        return False
-    return True
+        return _MESSAGES.decode(source), False
