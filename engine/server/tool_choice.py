@@ -197,8 +197,8 @@ class Tools:
     async def _grammar(
         self, calls: Calls | None, answer: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
-        """Return the text of one grammar for reasoning followed by calls or the requested format; None without a constraint, or if
-        the grammar of optional calls is refused."""
+        """Return the text of one grammar for reasoning followed by calls or the requested format. Return None without a
+        constraint, or if the grammar of optional calls is refused."""
         if calls is not None and calls.must:
             answer = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought

@@ -193,7 +193,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _messages(source: Raw) -> tuple[Sequence[Message], bool]:
-    """Return the messages, and whether they have no fields that the engine may show its template, but the router does not."""
+    """Return the messages, and whether they have no other fields, which the engine may show to its template."""
     try:
         return _KNOWN_MESSAGES.decode(source), True
     except msgspec.ValidationError:

@@ -173,9 +173,8 @@ def _keep(
     """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
-    items = msgspec.json.encode(
-        [*input_items, *msgspec.convert(reply["output"], list[ITEM])]
-    )  # without log-probabilities
+    output = msgspec.convert(reply["output"], list[ITEM])  # without log-probabilities
+    items = msgspec.json.encode([*input_items, *output])
     stored = StoredResponse(call.owner, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)
 
