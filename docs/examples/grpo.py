@@ -6,14 +6,14 @@ The reward is the share of an answer's characters that are vowels: nothing that 
 """
 
 import argparse
-import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.models.export import export
 
 PROMPTS = ["The ocean is", "A good way to learn is", "Yesterday she said that", "The engine of a ship"]
 
@@ -21,6 +21,21 @@ PROMPTS = ["The ocean is", "A good way to learn is", "Yesterday she said that", 
 def reward(text: str) -> float:
     letters = [letter for letter in text.lower() if letter.isalpha()]
     return sum(letter in "aeiou" for letter in letters) / max(len(letters), 1)
+
+
+def open_policy(path: Path) -> Any:
+    """Return the model in torch. The codes of a GGUF file, such as the default model, become numbers."""
+    if path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    checkpoint = open_checkpoint(path)
+    policy = AutoModelForCausalLM.from_config(AutoConfig.for_model(**checkpoint.config), dtype=torch.float32)
+    stored = {name: checkpoint.read(name) for name in checkpoint.names()}
+    numbers = {
+        name: each.float() if isinstance(each, torch.Tensor) else each.dequantize(torch.device("cpu"), torch.float32)
+        for name, each in stored.items()
+    }
+    policy.load_state_dict(numbers, strict=False)  # a tied head has no tensor of its own
+    return policy
 
 
 def train(
@@ -31,10 +46,8 @@ def train(
 
     torch.manual_seed(0)
     path = resolve_model(model).path
-    with LLM(model, kv_cache_bytes=2**27, max_model_len=256) as llm, tempfile.TemporaryDirectory() as folder:
-        if not path.is_dir():  # the default model's codes, as numbers
-            export(open_checkpoint(path), folder, "float32")
-        policy = AutoModelForCausalLM.from_pretrained(path if path.is_dir() else folder, dtype=torch.float32)
+    with LLM(model, kv_cache_bytes=2**27, max_model_len=256) as llm:
+        policy = open_policy(path)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=rate)
         llm.update_weights(policy.state_dict())  # from here on both compute with the same numbers
         rewards = []

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.export import export
 from safetensors import safe_open
 
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.gguf import GgufCheckpoint
-from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorError
 from tests.executor.test_gguf import CONFIGS, numbers
 from tests.support.gguf_files import small_file

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from benchmarks.export import export
 from safetensors.torch import load_file
 
 from penstock.executor.code_types import has_vectors
@@ -15,7 +16,6 @@ from penstock.executor.kernels.linear import Linear, make_linear, multiply_each
 from penstock.executor.kernels.stored_formats import BLOCKS, Groups, Shuffled, group_of
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.models.export import export
 from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig
