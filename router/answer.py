@@ -7,7 +7,7 @@ an answer cannot be taken back: a stream that breaks ends with an error event.
 import logging
 import re
 
-from penstock.engine.http.errors import HttpError, error_body
+from penstock.engine.http.errors import HttpError
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import Dechunker
@@ -64,7 +64,8 @@ class AnswerWriter:
         aborting the connection."""
         if is_at_boundary and self.head.is_stream and self._plain is None:
             # Anthropic's clients look for the event's name; others read the data alone.
-            event = b"event: error\ndata: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
+            error = HttpError(502, f"the replica failed: {reason}")
+            event = b"event: error\ndata: " + error.body() + b"\n\ndata: [DONE]\n\n"
             self._connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
             self._connection.finish(keep_alive=False)
         else:

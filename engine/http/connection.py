@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.engine.http.errors import error_body
+from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
 
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
@@ -195,7 +195,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not is_own_turn:
             self.transport.abort()
             return
-        body = error_body(status, message)
+        body = HttpError(status, message).body()
         self.transport.write(
             STATUS_LINE[status]
             + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -46,25 +46,18 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
         self.details = details
 
+    def info(self) -> dict[str, Any]:
+        """Return the object `error` of the response, bounded in size."""
+        info = {
+            "message": clip(self.message, MAX_MESSAGE_CHARS),
+            "type": _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
+            "param": None if self.param is None else clip(self.param),
+            "code": self.status,
+        }
+        return info if self.details is None else info | {"details": self.details}
+
     def body(self) -> bytes:
-        return error_body(self.status, self.message, self.param, self.details)
-
-
-def error_info(
-    status: int, message: str, param: str | None = None, details: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the object `error` of a response, bounded in size."""
-    info = {
-        "message": clip(message, MAX_MESSAGE_CHARS),
-        "type": _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
-        "param": None if param is None else clip(param),
-        "code": status,
-    }
-    return info if details is None else info | {"details": details}
-
-
-def error_body(status: int, message: str, param: str | None = None, details: Mapping[str, Any] | None = None) -> bytes:
-    return msgspec.json.encode({"type": "error", "error": error_info(status, message, param, details)})
+        return msgspec.json.encode({"type": "error", "error": self.info()})
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:

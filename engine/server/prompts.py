@@ -20,7 +20,7 @@ from penstock.engine.server.requests import ChatRequest, PromptRequest, Tokenize
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import for_template
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
-from penstock.engine.text.render_time import TRIAL_S, Limited, RenderTimeout
+from penstock.engine.text.render_time import TRIAL_S, RenderTimeout, limited
 from penstock.executor.protocol import ModelInfo
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
 
     if conversation.size_bytes <= INLINE_CHARS and not template.is_slow:
         try:
-            with Limited(TRIAL_S):
+            with limited(TRIAL_S):
                 return prompt()
         except RenderTimeout:
             template.is_slow = True

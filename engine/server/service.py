@@ -27,8 +27,7 @@ from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField
 from penstock.engine.server.requests import PromptRequest, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.text_digest import text_digest
+from penstock.engine.text.template import ChatTemplate, text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, WeightsError
 

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_error import ModelError, check_size
 from penstock.engine.model_files import read_json
-from penstock.engine.text.template_files import read_template
-from penstock.engine.text.tokenizer import Tokenizer, refusing
+from penstock.engine.text.tokenizer import Tokenizer, read_template, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json is 35 MB
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

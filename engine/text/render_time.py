@@ -4,6 +4,8 @@ The code that Jinja generates calls `tick` in every loop iteration and every mac
 the thread that renders ends the rendering itself: threads cannot be ended from outside.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
 
@@ -30,17 +32,12 @@ def tick() -> None:
         raise RenderTimeout("messages", what)
 
 
-class Limited:
-    """A context that limits the renderings of this thread, unless it is within such a context already."""
-
-    __slots__ = ("_seconds", "_token")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        limit = _limit.get()
-        self._token = _limit.set((monotonic() + self._seconds, self._seconds) if limit[0] == NEVER else limit)
-
-    def __exit__(self, *_: object) -> None:
-        _limit.reset(self._token)
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Limit the renderings of this thread, unless they are limited already."""
+    limit = _limit.get()
+    token = _limit.set((monotonic() + seconds, seconds) if limit[0] == NEVER else limit)
+    try:
+        yield
+    finally:
+        _limit.reset(token)

@@ -16,8 +16,7 @@ from typing import Any
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.text.chat_messages import Message, PlainMessage, objects, plain, plain_messages
-from penstock.engine.text.render_time import RENDER_S, Limited, RenderTimeout
-from penstock.engine.text.template_files import read_template
+from penstock.engine.text.render_time import RENDER_S, RenderTimeout, limited
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     with_arguments_as_text,
@@ -25,7 +24,7 @@ from penstock.engine.text.template_messages import (
     with_text_as_reasoning,
     without_tools,
 )
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, read_template
 
 # Test messages that show how a template treats system messages; see ChatTemplate._prints_mark.
 SYSTEM: PlainMessage = {"role": "system", "content": "first"}
@@ -76,45 +75,34 @@ class ChatTemplate:
         With `continue_final_message`, the prompt ends within the last message, so that the model continues its text.
         With `tools_as_text`, tools and their calls are written into the messages, for a template without tool support.
         """
-        with Limited(RENDER_S):
-            return self._render(
-                messages, add_generation_prompt, tools, continue_final_message, tools_as_text, template_kwargs
-            )
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        tools: list[dict[str, Any]] | None,
-        continue_final_message: bool,
-        tools_as_text: bool,
-        template_kwargs: dict[str, Any],
-    ) -> str:
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-        for name in ("messages", *self._special_tokens):
-            if name in template_kwargs:
-                raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
-        chat, tools = self._with_system(plain_messages(messages)), objects(tools, "tools")
-        if continue_final_message and chat[-1].get("tool_calls"):
-            raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
-        if tools_as_text:
-            chat, tools = without_tools(chat, tools), None
-        elif self._prints_arguments:
-            chat = with_arguments_as_text(chat)
-        if self._refuses_both:
-            chat = with_text_as_reasoning(chat)
-        mark = _mark_end(chat) if continue_final_message else ""
-        variables = {
-            **self._special_tokens,
-            "documents": None,
-            **plain(template_kwargs, "chat_template_kwargs"),
-            "messages": chat,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        text = self._template(bool(tools))(variables)
-        return _cut(text, mark) if mark else text
+        with limited(RENDER_S):
+            if continue_final_message and add_generation_prompt:
+                raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
+            for name in ("messages", *self._special_tokens):
+                if name in template_kwargs:
+                    raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
+            chat, tools = self._with_system(plain_messages(messages)), objects(tools, "tools")
+            if continue_final_message and chat[-1].get("tool_calls"):
+                raise InvalidRequest(
+                    "continue_final_message", "the last message has calls; its text cannot be continued"
+                )
+            if tools_as_text:
+                chat, tools = without_tools(chat, tools), None
+            elif self._prints_arguments:
+                chat = with_arguments_as_text(chat)
+            if self._refuses_both:
+                chat = with_text_as_reasoning(chat)
+            mark = _mark_end(chat) if continue_final_message else ""
+            variables = {
+                **self._special_tokens,
+                "documents": None,
+                **plain(template_kwargs, "chat_template_kwargs"),
+                "messages": chat,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            text = self._template(bool(tools))(variables)
+            return _cut(text, mark) if mark else text
 
     def _with_system(self, chat: list[PlainMessage]) -> list[PlainMessage]:
         """Rewrite system and developer messages so that this template prints all of them."""
@@ -157,6 +145,16 @@ class ChatTemplate:
             names = ", ".join(sorted(self._templates))
             raise InvalidRequest("messages", f"the model has chat templates only for special uses ({names})")
         return self._templates["default"]
+
+
+def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
+    """Return a digest of 32 hexadecimal characters over everything that determines the token ids of a text. Two processes
+    with equal digests turn a request into the same token ids: the router sends ids only to an engine with its digest."""
+    digest = hashlib.sha256()
+    for part in (tokenizer.backend.to_str(), "" if template is None else template.digest):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:32]
 
 
 def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:

@@ -22,7 +22,7 @@ from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.text.render_time import RenderTimeout, tick
-from penstock.engine.text.template_files import MAX_TEMPLATE_BYTES
+from penstock.engine.text.tokenizer import MAX_TEMPLATE_BYTES
 
 MAX_ERROR_CHARS = 300
 MAX_REPEATED = 1 << 20  # elements of a repeated text or list

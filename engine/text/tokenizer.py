@@ -6,15 +6,17 @@ name, and the sources of the chat templates (template.py renders them).
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.model_error import ModelError
+from penstock.engine.model_error import ModelError, check_size
 from penstock.engine.text.detokenize import Detokenizer
 
 MAX_TOKEN_ID = 2**32 - 1  # largest id that the library accepts
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
@@ -81,6 +83,15 @@ def refusing(problem: str) -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise ModelError(f"{problem}: {error}") from None
+
+
+def read_template(name: str, path: Path) -> str:
+    """Read the source of a chat template."""
+    check_size(name, path, MAX_TEMPLATE_BYTES)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{name}: {path} is not UTF-8 text ({error})") from None
 
 
 def _refuse_bad_text(texts: Sequence[str]) -> None:

@@ -18,9 +18,8 @@ from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.text.chat_messages import Message
 from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
-from penstock.engine.text.render_time import RENDER_S, TRIAL_S, Limited, RenderTimeout
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.text_digest import text_digest
+from penstock.engine.text.render_time import RENDER_S, TRIAL_S, RenderTimeout, limited
+from penstock.engine.text.template import ChatTemplate, text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.placement import Placement, Prompt
@@ -161,7 +160,7 @@ class PromptReader:
         messages, are_known = _messages(chat.messages)
         options = {"tools": chat.tools, "documents": chat.documents, **rendering(chat)}
         try:
-            with Limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
+            with limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
                 text = chat_prompt(self.template, messages, **options)
         except RenderTimeout:
             self.template.is_slow = True  # later chats are rendered in a thread

@@ -13,8 +13,7 @@ from penstock.engine.front.python_messages import messages_of
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.text_digest import text_digest
+from penstock.engine.text.template import ChatTemplate, text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo

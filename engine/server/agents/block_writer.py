@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.http.errors import HttpError, error_info
+from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.part_writer import Kind, PartWriter
 from penstock.engine.server.call import Call
 from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
@@ -55,7 +55,7 @@ class BlockWriter(PartWriter):
         self._event("message_stop")
 
     async def fail(self, error: HttpError) -> None:
-        self._event("error", error=error_info(error.status, error.message))
+        self._event("error", error=HttpError(error.status, error.message).info())
 
     def _close(self, kind: Kind, text: str, _status: str) -> None:
         """Complete a block. A truncated call is removed from the whole answer."""
