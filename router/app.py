@@ -26,7 +26,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.exchange import BeginTrace, Exchange
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.edge import ClientConnection, Edge
+from penstock.router.http.edge import ClientConnection, Edge, headers_of
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
@@ -116,9 +116,9 @@ class RouterApp:
         return None
 
     def _is_allowed(self, request: ClientRequest, path: str) -> bool:
-        if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
+        if not self._keys or (request.method, path) in OPEN or self._keys.number(request.authorization) is not None:
             return True
-        return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
+        return path == "/replicas" and self._admin_keys.number(request.authorization) is not None
 
     def _objection(self, request: ClientRequest) -> HttpError | None:
         """Return the error with which a request for a replica is refused, or None."""
@@ -140,29 +140,19 @@ class RouterApp:
         try:
             if is_proxied(request.path):
                 self._proxy(request, connection)
-            else:
-                self._answer(request, connection, *self._own(request))
+                return
+            status, headers, body = self._own(request)
         except Exception as error:  # a request must not end without an answer
-            self._refuse(request, connection, error)
-
-    def _answer(
-        self, request: ClientRequest, connection: ClientConnection, status: int, headers: Headers, body: bytes
-    ) -> None:
+            refusal = as_refusal(error)
+            status, headers, body = refusal.status, headers_of(refusal), refusal.body()
         self._log(request, status)
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
-    def _refuse(self, request: ClientRequest, connection: ClientConnection, error: Exception) -> None:
-        """Refuse a request that did not become an exchange; an exchange has its own `refuse`."""
-        refusal = as_refusal(error)
-        self._log(request, refusal.status)
-        self.metrics.count(request, refusal.status)
-        connection.refuse(refusal)
-
     def _log(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
         """Write the request's access line, if the access log is on."""
         if (level := self.lines.level(request.path in PROBED)) is not None:
-            key = self._keys.number((b"authorization", value) for value in request.authorization)
+            key = self._keys.number(request.authorization)
             self.lines.write(level, _line(request, status, key, exchange))
 
     # Requests for a replica.
@@ -193,7 +183,9 @@ class RouterApp:
         try:
             if group is None:
                 group, holder = await self._home_of(response_id or "", parsed, request)
-            prepared = await self._prepare_aside(request, parsed, group)
+            # In a thread, because it would block the event loop for too long.
+            loop, threads = asyncio.get_running_loop(), self.prompts.threads
+            prepared = await loop.run_in_executor(threads, self._prepare, request, parsed, group)
             if exchange.state == "preparing":  # the client has not left meanwhile
                 exchange.start(group, prepared, holder)
         except Exception as error:  # as in `handle`
@@ -254,10 +246,6 @@ class RouterApp:
             owner_line=self._owner_line(request),
         )
 
-    async def _prepare_aside(self, *arguments: Any) -> PreparedRequest:
-        """Call `_prepare` in a thread, because it would block the event loop for too long."""
-        return await asyncio.get_running_loop().run_in_executor(self.prompts.threads, self._prepare, *arguments)
-
     def _client_key(self, request: ClientRequest) -> bytes:
         """Return the header line with the client's key. It is forwarded only if the router itself requires no keys, and only to
         replicas without a key of their own."""
@@ -269,7 +257,7 @@ class RouterApp:
         """Return the header line that names the client's key to the replica, which stores a response for this key alone."""
         if request.path != RESPONSES and not request.path.startswith(STORED):
             return b""
-        number = self._keys.number((b"authorization", value) for value in request.authorization)
+        number = self._keys.number(request.authorization)
         return b"" if number is None else b"%b: %b\r\n" % (OWNER_HEADER, self._keys.identity(number))
 
     async def watch_requests(self) -> None:
@@ -315,7 +303,7 @@ class RouterApp:
     def _change(self, request: ClientRequest) -> dict[str, Any]:
         if not self._admin_keys:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
-        if not _admits(self._admin_keys, request):
+        if self._admin_keys.number(request.authorization) is None:
             raise HttpError(403, "changing the fleet needs the admin key")
         change = decode(ReplicaChange, request.body)
         try:
@@ -349,10 +337,6 @@ class RouterApp:
             assert exchange.state != "over", "an exchange is over and still listed"
         num_legs = sum(len(exchange.legs()) for exchange in self.exchanges)
         assert self.fleet.num_in_flight == num_legs, f"{self.fleet.num_in_flight} in flight, {num_legs} known"
-
-
-def _admits(keys: Keys, request: ClientRequest) -> bool:
-    return keys.number((b"authorization", value) for value in request.authorization) is not None
 
 
 def _line(request: ClientRequest, status: int, key: int | None, exchange: Exchange | None) -> AccessLine:

@@ -28,7 +28,7 @@ from penstock.router.discovery import Discovery
 from penstock.router.exchange import NO_TRACE, BeginTrace, Exchange, move_requests
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_feed import KvFeeds
-from penstock.router.fleet.probe import Prober, ServedModel
+from penstock.router.fleet.probe import Probe, ServedModel
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection
 from penstock.router.placement.load import PolicyConfig
@@ -87,9 +87,8 @@ class RouterProcess:
         self.prompts = prompts
         exchanges: set[Exchange] = set()
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), partial(move_requests, exchanges))
-        self.prober = Prober(self.fleet, self._on_info)
         begin_trace, self._export_spans = spans_of(config)
-        self.app = RouterApp(config, self.fleet, exchanges, prompts, self.prober.watch, begin_trace)
+        self.app = RouterApp(config, self.fleet, exchanges, prompts, self._watch, begin_trace)
         self.feeds = KvFeeds(self.fleet, self._can_follow)
         self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
         self._servers: list[asyncio.Server] = []
@@ -99,7 +98,7 @@ class RouterProcess:
         self.fleet.tasks.keep_running("the check of deadlines", self.app.edge.watch_deadlines)
         self.fleet.tasks.keep_running("the look at requests", self.app.watch_requests)
         for text in self.config.backends:
-            self.prober.watch(self.fleet.add(Backend.of(text)))
+            self._watch(self.fleet.add(Backend.of(text)))
         self.discovery.start()
         await self._wait_for_probes()
         for sock in sockets:
@@ -128,6 +127,9 @@ class RouterProcess:
         for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.prompts.close()
+
+    def _watch(self, replica: Replica) -> None:
+        Probe(self.fleet, self._on_info, replica).start()
 
     def _on_info(self, replica: Replica, model: ServedModel) -> None:
         self.prompts.max_model_len = max(self.prompts.max_model_len, model.max_model_len or 0)

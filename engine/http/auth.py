@@ -35,10 +35,10 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """Return the number of the request's key (`Authorization: Bearer KEY` or `x-api-key: KEY`), from 1, which may be
-        logged; None: it has none, or one that is not accepted. If it has several accepted keys, the first counts."""
-        numbers = [self._number_of(given) for given in bearers(headers)]
+    def number(self, bearers: Iterable[bytes]) -> int | None:
+        """Return the number, from 1, of the key of a request with these `bearers`; it may be logged. None: the request has
+        no key, or one that is not accepted. If it has several accepted keys, the first counts."""
+        numbers = [self._number_of(bearer) for bearer in bearers]
         return None if not numbers or None in numbers else numbers[0]
 
     def identity(self, number: int) -> bytes:
@@ -61,7 +61,7 @@ def is_open(scope: Scope) -> bool:
 
 
 def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return all keys in the request, in the form of `Authorization` values."""
+    """Return all keys in the request (`Authorization: Bearer KEY` or `x-api-key: KEY`) as `Authorization` values."""
     return [value if name == b"authorization" else b"Bearer " + value for name, value in headers if name in CARRIERS]
 
 

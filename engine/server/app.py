@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.http.access_line import AccessLine, AccessLog
-from penstock.engine.http.auth import NO_KEY, Keys, is_open
+from penstock.engine.http.auth import NO_KEY, Keys, bearers, is_open
 from penstock.engine.http.errors import CLIENT_CLOSED, HttpError, clip
 from penstock.engine.http.hosts import Hosts
 from penstock.engine.server.call import Call
@@ -64,7 +64,7 @@ class ServerApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = scope["penstock.call"] = Call(scope["headers"], self._keys.number(scope["headers"]))
+        call = scope["penstock.call"] = Call(scope["headers"], self._keys.number(bearers(scope["headers"])))
         status = 500  # if no response is sent
         spans = self.service.spans
         spans.begin(call, scope)

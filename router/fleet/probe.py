@@ -44,34 +44,39 @@ class ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
-class Prober:
-    """The probe tasks of all replicas; calls `on_info` when a replica's models become known or change."""
+class Probe:
+    """The probes of one replica; calls `on_info` when the replica's models become known or change."""
 
-    def __init__(self, fleet: Fleet, on_info: Callable[[Replica, ServedModel], None]) -> None:
+    def __init__(self, fleet: Fleet, on_info: Callable[[Replica, ServedModel], None], replica: Replica) -> None:
         self._fleet, self._timeouts = fleet, fleet.config.timeouts
-        self._on_info = on_info
+        self._on_info, self._replica = on_info, replica
+        self._path = "/ready"  # or /health of an engine that has no /ready
+        self._described = ""  # the replica's first model and its block counts, to detect changes
+        self._num_probes = 0
+        self._cache_config: dict[str, int] = {}  # of a vLLM or SGLang engine, as its metrics state it
 
-    def watch(self, replica: Replica) -> None:
-        """Start the task that probes this replica: now, then regularly, and at once whenever its `probe_due` is set."""
-        watched = ProbeState()
-        self._fleet.tasks.keep_running(f"the probe of {replica.url}", lambda: self._watch(replica, watched))
+    def start(self) -> None:
+        """Start the task that probes the replica: now, then regularly, and at once whenever its `probe_due` is set."""
+        self._fleet.tasks.keep_running(f"the probe of {self._replica.url}", self._watch)
 
-    async def _watch(self, replica: Replica, watched: "ProbeState") -> None:
+    async def _watch(self) -> None:
+        replica = self._replica
         while replica.state != "removing" or replica.num_in_flight:
             replica.probe_due.clear()
-            await self._probe(replica, watched)
+            await self._probe()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.probe_interval_s):
                     await replica.probe_due.wait()
         self._fleet.forget(replica)
 
-    async def _probe(self, replica: Replica, watched: "ProbeState") -> None:
+    async def _probe(self) -> None:
+        replica = self._replica
         try:
-            status = await self._ask_ready(replica, watched)
-            watched.num_probes += 1
-            is_due = watched.num_probes % PROBES_PER_LIST == 0
+            status = await self._ask_ready()
+            self._num_probes += 1
+            is_due = self._num_probes % PROBES_PER_LIST == 0
             if status == 200 and replica.state != "removing" and (replica.root is None or not replica.is_up or is_due):
-                await self._update_models(replica, watched)
+                await self._update_models()
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, ConnectFailed) and error.is_local:
                 log.warning("%s could not be probed, because the router lacks resources: %s", replica.url, error)
@@ -88,19 +93,20 @@ class Prober:
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
-    async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return await fetch(replica.pool, path, replica.key_line, self._timeouts.probe_timeout_s)
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        return await fetch(self._replica.pool, path, self._replica.key_line, self._timeouts.probe_timeout_s)
 
-    async def _ask_ready(self, replica: Replica, watched: "ProbeState") -> int:
-        status, _ = await self._ask(replica, watched.path)
-        if status == 404 and watched.path == "/ready":
-            watched.path = "/health"
-            status, _ = await self._ask(replica, watched.path)
+    async def _ask_ready(self) -> int:
+        status, _ = await self._ask(self._path)
+        if status == 404 and self._path == "/ready":
+            self._path = "/health"
+            status, _ = await self._ask(self._path)
         return status
 
-    async def _update_models(self, replica: Replica, watched: "ProbeState") -> None:
+    async def _update_models(self) -> None:
         """Request the replica's models, which may have changed after a restart, and update its group."""
-        status, body = await self._ask(replica, "/v1/models")
+        replica = self._replica
+        status, body = await self._ask("/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         served = msgspec.json.decode(body, type=ServedModels).data
@@ -110,33 +116,23 @@ class Prober:
         names = tuple(model.id for model in served)
         adapters = {model.id: model.adapter or model.id for model in served if model.adapter or model.parent}
         if first.fingerprint is None and not (replica.root is not None and replica.is_up):
-            await self._read_cache_config(replica, watched)
-        described = f"{first} {watched.cache_config}"
-        if replica.root is None or watched.described != described:
-            watched.described = described
+            await self._read_cache_config()
+        described = f"{first} {self._cache_config}"
+        if replica.root is None or self._described != described:
+            self._described = described
             replica.text_digest = first.text_digest
-            self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, watched.cache_config))
+            self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, self._cache_config))
             self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):
             self._fleet.rename(replica, names, adapters)
 
-    async def _read_cache_config(self, replica: Replica, watched: "ProbeState") -> None:
+    async def _read_cache_config(self) -> None:
         """Read the cache's size from the metrics of a vLLM or SGLang engine; without an answer, keep what is known."""
         with contextlib.suppress(ConnectFailed, TimeoutError):
-            status, body = await self._ask(replica, "/metrics")
+            status, body = await self._ask("/metrics")
             found = _CACHE_CONFIG.search(body.decode("utf-8", "replace")) if status == 200 else None
             if found is not None:
-                watched.cache_config = {name: int(number) for name, number in _NUMBER_LABEL.findall(found[1])}
-
-
-class ProbeState:
-    """The state of the probes of one replica."""
-
-    def __init__(self) -> None:
-        self.path = "/ready"  # or /health of an engine that has no /ready
-        self.described = ""  # its first model and its block counts, to detect changes
-        self.num_probes = 0
-        self.cache_config: dict[str, int] = {}  # of a vLLM or SGLang engine, as its metrics state it
+                self._cache_config = {name: int(number) for name, number in _NUMBER_LABEL.findall(found[1])}
 
 
 def replica_info(model: ServedModel, cache_config: dict[str, int]) -> ReplicaInfo:

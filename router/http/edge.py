@@ -275,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
         self.finish(keep)
 
     def refuse(self, error: HttpError) -> None:
-        self.answer(error.status, _headers_of(error), error.body())
+        self.answer(error.status, headers_of(error), error.body())
 
     def finish(self, keep_alive: bool) -> None:
         """Finish the current answer, which has been written, and start the next request or close the connection."""
@@ -351,7 +351,7 @@ class ClientConnection(asyncio.Protocol):
     def _write_refusal(self, error: HttpError) -> None:
         """Write the error, then discard input for a moment: closing at once would reset the connection and lose it."""
         body = error.body()
-        headers = [*_headers_of(error), (b"content-length", b"%d" % len(body))]
+        headers = [*headers_of(error), (b"content-length", b"%d" % len(body))]
         self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -359,6 +359,6 @@ class ClientConnection(asyncio.Protocol):
         self._expect(LINGER_S, self.transport.abort)
 
 
-def _headers_of(error: HttpError) -> Headers:
+def headers_of(error: HttpError) -> Headers:
     given = ((name.encode(), value.encode("latin-1")) for name, value in error.headers.items())
     return [(b"content-type", b"application/json"), *given]

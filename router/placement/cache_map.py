@@ -40,11 +40,6 @@ class ReplicaCache:
         self.is_estimated = True  # until the first snapshot
         self.counts: Counter[str] = Counter()
 
-    @property
-    def kind(self) -> str:
-        """Return what the knowledge of this cache is based on."""
-        return "approximate" if self.is_estimated else "events"
-
 
 class CacheMap:
     """The caches of all replicas, in one index. Only `RouteIndex` is thread-safe: call everything else from the event loop."""

@@ -129,7 +129,10 @@ class Placement:
         as cached there at once; otherwise the caller does so later, with `expect`."""
         now_s = self._clock()
         self.caches.tick(now_s)
-        row = self._row(prompt, num_tokens, session, exclude, now_s)
+        self._match_prompt(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else ()
+        row = self.loads.choose(num_tokens, now_s, -1 if sticky is None else sticky.load.row, excluded)
         if row < 0:
             return None
         replica = self._rows[row]
@@ -151,15 +154,6 @@ class Placement:
             if space == replica.cache.space and len(keys):
                 num_known = charge.predicted_cached_tokens // space.block_size + 1
                 self.caches.expect(replica.cache, keys, prompt.num_ends(space), min(num_known, len(keys)))
-
-    def _row(
-        self, prompt: Prompt | None, num_tokens: int, session: str | None, exclude: frozenset[str], now_s: float
-    ) -> int:
-        """Return the row of the replica that is chosen, or -1."""
-        self._match_prompt(prompt)
-        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
-        excluded = [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else ()
-        return self.loads.choose(num_tokens, now_s, -1 if sticky is None else sticky.load.row, excluded)
 
     def _match_prompt(self, prompt: Prompt | None) -> None:
         """Fill the column `cached` with the cached tokens of the prompt at each replica."""
@@ -223,7 +217,7 @@ class Placement:
             "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "delay_per_answer_s": round(float(self.loads.delay[row]), 6),
             "cached_blocks": self.caches.num_held(cache),
-            "knowledge": cache.kind,
+            "knowledge": "approximate" if cache.is_estimated else "events",
             "events_seq": cache.seq,
             "events_age_s": round(now_s - cache.last_frame_s, 3),
             "events_gaps": cache.counts["event_gaps_total"],

@@ -8,7 +8,7 @@ import pytest
 from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.probe import Prober
+from penstock.router.fleet.probe import Probe
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from tests.support.router_fleet import ADMIN, running_router, until
@@ -19,9 +19,8 @@ from tests.support.router_stub import stub
 def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     async def run() -> None:
         fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")), lambda _replica: None)
-        prober = Prober(fleet, lambda *_: None)
         replica = fleet.add(Backend("http://127.0.0.1:1"))
-        prober.watch(replica)
+        Probe(fleet, lambda *_: None, replica).start()
         while replica.state == "starting":
             await asyncio.sleep(0.01)
         replica.probe_due.set()
@@ -62,14 +61,14 @@ def test_a_replica_with_impossible_blocks_harms_no_other_and_can_be_taken_out() 
 def test_a_probe_that_fails_by_a_bug_is_logged_and_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    probe, bugs = Prober._probe, [ZeroDivisionError("a bug")]
+    probe, bugs = Probe._probe, [ZeroDivisionError("a bug")]
 
     async def probe_with_bugs(*arguments: Any) -> None:
         if bugs:
             raise bugs.pop()
         await probe(*arguments)
 
-    monkeypatch.setattr(Prober, "_probe", probe_with_bugs)
+    monkeypatch.setattr(Probe, "_probe", probe_with_bugs)
     with stub() as backend, running_router(backend.url):  # which waits until it is up
         pass
     (record,) = (record for record in caplog.records if record.exc_info)

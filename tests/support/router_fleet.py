@@ -16,7 +16,7 @@ from penstock.engine.http.sockets import bind_sockets
 from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig, Timeouts, resolve
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.probe import Prober
+from penstock.router.fleet.probe import Probe
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.load import PolicyConfig
@@ -194,8 +194,8 @@ async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     """A fleet of this one replica, once it is up; no router. For at most half a minute."""
     config = RouterConfig(timeouts=Timeouts(probe_interval_s=0.01))
     fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), lambda _replica: None)
-    prober = Prober(fleet, lambda *_: None)
-    prober.watch(replica := fleet.add(Backend.of(url)))
+    replica = fleet.add(Backend.of(url))
+    Probe(fleet, lambda *_: None, replica).start()
     async with asyncio.timeout(60):
         while not replica.is_up:
             await asyncio.sleep(0.01)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.http.auth import Keys
+from penstock.engine.http.auth import Keys, bearers
 from penstock.engine.server.server_config import ServerConfig, resolve
 from tests.support.running_server import Running, running, started
 
@@ -18,7 +18,7 @@ server = started(api_keys=(KEY, "sk-other"))
 
 def test_the_first_of_several_accepted_keys_counts() -> None:
     headers = [(b"x-api-key", b"sk-other"), (b"authorization", b"Bearer " + KEY.encode())]
-    assert Keys((KEY, "sk-other")).number(headers) == 2
+    assert Keys((KEY, "sk-other")).number(bearers(headers)) == 2
 
 
 def test_the_path_is_decoded_once_before_it_is_judged_and_routed(server: Running) -> None:
