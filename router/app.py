@@ -162,6 +162,7 @@ class RouterApp:
         if parsed.kv_transfer_params not in (NOTHING, NULL) and any(each.peer for each in self.fleet.replicas.values()):
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
+        request.lines += self._owner_line(request)
         exchange = Exchange(self.fleet, self.metrics, request, connection, self.begin_trace(request), self._ended)
         connection.reader = exchange
         self.exchanges.add(exchange)
@@ -243,7 +244,6 @@ class RouterApp:
             group.placement,
             group.adapters.get(parsed.model or ""),
             client_key=self._client_key(request),
-            owner_line=self._owner_line(request),
         )
 
     def _client_key(self, request: ClientRequest) -> bytes:

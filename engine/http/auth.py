@@ -30,7 +30,7 @@ class Keys:
         for key in keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError("api_keys: a key must be printable ASCII without spaces, and not empty")
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -49,7 +49,7 @@ class Keys:
         scheme, _, key = bearer.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
-        given = _digest(key.strip())
+        given = hashlib.sha256(key.strip()).digest()
         same = [hmac.compare_digest(given, digest) for digest in self._digests]  # a list: no early exit
         return same.index(True) + 1 if any(same) else None
 
@@ -63,7 +63,3 @@ def is_open(scope: Scope) -> bool:
 def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
     """Return all keys in the request (`Authorization: Bearer KEY` or `x-api-key: KEY`) as `Authorization` values."""
     return [value if name == b"authorization" else b"Bearer " + value for name, value in headers if name in CARRIERS]
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

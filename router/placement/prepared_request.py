@@ -41,7 +41,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
     request: ClientRequest
     parsed: RequestFields
     client_key: bytes  # the header with the client's own key, for replicas that need none of ours
-    owner_line: bytes  # the header by which replicas tell the router's clients apart
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
@@ -63,4 +62,4 @@ class PreparedRequest(msgspec.Struct, frozen=True, gc=False):
         request, form, kind = self.request, self.body_with_ids, _WITH_IDS
         if form is None or not self.has_ids_for(text_digest):
             form, kind = request.body, _JSON
-        return request.lines + kind + self.owner_line + (key_line or self.client_key), form
+        return request.lines + kind + (key_line or self.client_key), form

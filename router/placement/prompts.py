@@ -108,7 +108,6 @@ class PromptReader:
         adapter: str | None = None,
         *,
         client_key: bytes = b"",
-        owner_line: bytes = b"",
     ) -> PreparedRequest:
         """Prepare a request. Safe in any thread. `adapter`: the key of the adapter that the model name stands for. Raises
         HttpError for a body that no replica would take."""
@@ -127,7 +126,7 @@ class PromptReader:
             text = b"".join([getattr(parsed, name) for name in PROMPTS[path]])
             prompt = placement.prepare(text, parsed.cache_salt, adapter, has_ids=False)
             num_tokens = len(text) // BYTES_PER_TOKEN
-        return PreparedRequest(request, parsed, client_key, owner_line, prompt, num_tokens, form, self.digest, fields)
+        return PreparedRequest(request, parsed, client_key, prompt, num_tokens, form, self.digest, fields)
 
     def _may_have_ids(self, path: str, body: bytes, parsed: RequestFields) -> bool:
         """Return whether the body must be split to get its token ids; not if it is longer than any replica's context."""

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -178,12 +179,8 @@ def arrival_times(count: int, rate: float, rng: random.Random) -> list[float]:
     """
     if math.isinf(rate):
         return [0.0] * count
-    times: list[float] = []
-    now = 0.0
-    for _ in range(count):
-        now += rng.expovariate(1.0)
-        times.append(now)
-    return [time * count / (rate * now) for time in times]
+    times = [*accumulate(rng.expovariate(1.0) for _ in range(count))]
+    return [time * count / (rate * times[-1]) for time in times]
 
 
 async def drive(

@@ -36,7 +36,7 @@ from penstock.engine.server.custom_tools import check_regexes
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.service import Service
-from penstock.engine.server.tool_schema import CustomTool, InputFormat, as_function
+from penstock.engine.server.tool_schema import CustomTool, as_function
 
 MAX_CHAIN = 1000  # length of a chain of previous responses
 PATHS = {  # the chat API's field → the field in this API
@@ -56,8 +56,7 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
     if request.prompt_cache_options is not None and request.prompt_cache_options.get("prewarm"):
         raise InvalidRequest("prompt_cache_options.prewarm", "every response is generated; send max_output_tokens 1")
-    chat, conversation, tools, given = _chat(service, call, request, len(body))
-    await check_regexes(_formats(tools))
+    chat, conversation, tools, given = await _chat(service, call, request, len(body))
     reply = _reply(service, call, request, [*tools.values()])
     plan = await ask(service, call, chat, conversation)
     keep = partial(_keep, service, call, request, given)
@@ -74,8 +73,7 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
 async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a response would have."""
     request = service.accept(call, body, CountItemsRequest, NOT_SERVED)
-    chat, conversation, tools, _ = _chat(service, call, request, len(body))
-    await check_regexes(_formats(tools))
+    chat, conversation, _, _ = await _chat(service, call, request, len(body))
     num_tokens = await prompts.count_tokens(chat, conversation, service)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -105,7 +103,7 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
     return turns[::-1]
 
 
-def _chat(
+async def _chat(
     service: Service, call: Call, request: CountItemsRequest, size_bytes: int
 ) -> tuple[schema.ChatRequest, Conversation, dict[int, AnyTool], list[AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
@@ -123,13 +121,9 @@ def _chat(
         raise InvalidRequest("input", "at least one item is needed")
     conversation.size_bytes += sum(len(stored.items) for stored in past)
     add_items(conversation, placed, request.instructions)
-    return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
-
-
-def _formats(tools: dict[int, AnyTool]) -> dict[str, InputFormat | None]:
-    """Return the formats of custom tools' inputs by the paths of their texts."""
     custom = {place: tool for place, tool in tools.items() if isinstance(tool, CustomTool)}
-    return {f"tools[{place}].format.definition": tool.format for place, tool in custom.items()}
+    await check_regexes({f"tools[{place}].format.definition": tool.format for place, tool in custom.items()})
+    return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
 
 
 def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:

@@ -72,8 +72,11 @@ def _chat(
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
         given.pop()  # an empty assistant message begins no answer
     conversation = Conversation(size_bytes, {})
-    if system := _text(_without_billing(request.system or "")):
-        conversation.say("system", "system", system, "")
+    system = request.system or ""
+    if isinstance(system, list) and BILLING_LINE.fullmatch(system[0].text):
+        system = system[1:]
+    if text := _text(system):
+        conversation.say("system", "system", text, "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
     call.paths |= PATHS | conversation.paths | {"continue_final_message": f"messages[{len(given) - 1}].content"}
@@ -110,11 +113,6 @@ def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
             error = "Error: " if block.is_error else ""  # templates cannot mark errors in any other way
             chat.result(at, block.tool_use_id, error + _text(block.content), "tool_use_id")
             texts = None
-
-
-def _without_billing(system: str | list[TextBlock]) -> str | list[TextBlock]:
-    is_billed = isinstance(system, list) and system and BILLING_LINE.fullmatch(system[0].text) is not None
-    return system[1:] if is_billed else system
 
 
 def _text(content: str | list[TextBlock]) -> str:
