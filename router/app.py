@@ -238,13 +238,8 @@ class RouterApp:
 
     def _prepare(self, request: ClientRequest, parsed: RequestFields, group: ReplicaGroup) -> PreparedRequest:
         """Prepare the request for the replicas of the group. Safe in any thread."""
-        return self.prompts.prepare(
-            request,
-            parsed,
-            group.placement,
-            group.adapters.get(parsed.model or ""),
-            client_key=self._client_key(request),
-        )
+        adapter, client_key = group.adapters.get(parsed.model or ""), self._client_key(request)
+        return self.prompts.prepare(request, parsed, group.placement, adapter, client_key=client_key)
 
     def _client_key(self, request: ClientRequest) -> bytes:
         """Return the header line with the client's key. It is forwarded only if the router itself requires no keys, and only to

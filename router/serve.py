@@ -31,8 +31,6 @@ from penstock.router.fleet.kv_feed import KvFeeds
 from penstock.router.fleet.probe import Probe, ServedModel
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.edge import ClientConnection
-from penstock.router.placement.load import PolicyConfig
-from penstock.router.placement.placement import Placement
 from penstock.router.placement.prompts import PromptReader
 from penstock.router.tokenizer_check import tokenizes_alike
 
@@ -86,7 +84,7 @@ class RouterProcess:
         self.config = config
         self.prompts = prompts
         exchanges: set[Exchange] = set()
-        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), partial(move_requests, exchanges))
+        self.fleet = Fleet(config, partial(move_requests, exchanges))
         begin_trace, self._export_spans = spans_of(config)
         self.app = RouterApp(config, self.fleet, exchanges, prompts, self._watch, begin_trace)
         self.feeds = KvFeeds(self.fleet, self._can_follow)

@@ -16,6 +16,7 @@ from penstock.router.backend import Backend
 from penstock.router.background import Tasks
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.replica import Outcome, Replica, State
+from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
@@ -49,9 +50,7 @@ class ReplicaGroup:
 class Fleet:
     """All replicas and their groups. `on_down` moves the requests that wait at a replica which has gone down."""
 
-    def __init__(
-        self, config: RouterConfig, new_placement: Callable[[], Placement], on_down: Callable[[Replica], None]
-    ) -> None:
+    def __init__(self, config: RouterConfig, on_down: Callable[[Replica], None]) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
         self.detached: set[Replica] = set()  # removed from service, with requests in flight
@@ -61,7 +60,6 @@ class Fleet:
         self.budget = RetryBudget(config.timeouts.retry_share)
         self.num_in_flight = 0
         self.tasks = Tasks()  # of requests, probes, event feeds and discovery
-        self._new_placement = new_placement
         self._on_down = on_down
 
     def add(self, backend: Backend) -> Replica:
@@ -77,7 +75,7 @@ class Fleet:
             return  # removed while its models were requested: another replica may have its address by now
         self._leave_group(replica)
         groups = self._groups_beside(replica)
-        group = groups.get(root) or ReplicaGroup(root, self._new_placement())
+        group = groups.get(root) or ReplicaGroup(root, Placement(PolicyConfig(self.config.policy)))
         group.placement.add_replica(replica.url, info)  # may raise: nothing has changed so far
         groups[root] = group
         group.replicas[replica.url] = replica

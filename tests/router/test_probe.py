@@ -9,8 +9,7 @@ from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Probe
-from penstock.router.placement.load import PolicyConfig
-from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.placement import ReplicaInfo
 from tests.support.router_fleet import ADMIN, running_router, until
 from tests.support.router_stub import stub
 
@@ -18,7 +17,7 @@ from tests.support.router_stub import stub
 @pytest.mark.parametrize("rounds", range(6))
 def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     async def run() -> None:
-        fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")), lambda _replica: None)
+        fleet = Fleet(RouterConfig(), lambda _replica: None)
         replica = fleet.add(Backend("http://127.0.0.1:1"))
         Probe(fleet, lambda *_: None, replica).start()
         while replica.state == "starting":
@@ -33,7 +32,7 @@ def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
 
 
 def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_successor() -> None:
-    fleet = Fleet(RouterConfig(), lambda: Placement(PolicyConfig("predicted-ttft")), lambda _replica: None)
+    fleet = Fleet(RouterConfig(), lambda _replica: None)
     before = fleet.add(Backend("http://127.0.0.1:1"))
     fleet.detach(before)
     after = fleet.add(Backend("http://127.0.0.1:1"))

@@ -19,7 +19,6 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Probe
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.heads import ClientRequest
-from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, Prompt
 from penstock.router.placement.prompts import PromptReader
 from penstock.router.serve import RouterProcess
@@ -193,7 +192,7 @@ def mock_fleet(
 async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
     """A fleet of this one replica, once it is up; no router. For at most half a minute."""
     config = RouterConfig(timeouts=Timeouts(probe_interval_s=0.01))
-    fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), lambda _replica: None)
+    fleet = Fleet(config, lambda _replica: None)
     replica = fleet.add(Backend.of(url))
     Probe(fleet, lambda *_: None, replica).start()
     async with asyncio.timeout(60):
