@@ -5,7 +5,7 @@ The endpoint's subclass of `ChoicesWriter` formats the choices.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,6 +28,10 @@ _ENCODER = msgspec.json.Encoder()
 
 class ChoicesWriter(Writer):
     """Writes the answers of a completion or a chat: the chunks of a stream, or an object with all choices."""
+
+    PREFIX: ClassVar[str]  # of the answer's id
+    KIND: ClassVar[str]  # of a whole answer …
+    CHUNK_KIND: ClassVar[str]  # … and of the events of a stream
 
     def __init__(self, service: Service, call: Call, request: GenerateRequest) -> None:
         super().__init__(call, {}, is_stream=bool(request.stream))
@@ -58,7 +62,9 @@ class ChoicesWriter(Writer):
             self.reply["usage"] = usage(call.answers, call.num_tokens, self._explains)
             return
         if self._options.include_usage:
-            self._events.append(_event(self._empty() | {"usage": usage(call.answers, call.num_tokens, self._explains)}))
+            self._events.append(
+                _event(self._named([]) | {"usage": usage(call.answers, call.num_tokens, self._explains)})
+            )
         self._events.append(DONE)
 
     async def fail(self, error: HttpError) -> None:
@@ -72,9 +78,11 @@ class ChoicesWriter(Writer):
     def _chunks(self, index: int, update: Update) -> Sequence[Json]:
         """Return the events of a stream for an update of one choice of a prompt."""
 
-    @abstractmethod
-    def _empty(self) -> Json:
-        """Return an event without choices, for the usage."""
+    def _named(self, choices: list[Json]) -> Json:
+        """Return a whole answer or an event with these choices."""
+        call, kind = self._call, self.CHUNK_KIND if self.is_stream else self.KIND
+        names = {"id": f"{self.PREFIX}{call.id}", "object": kind, "created": call.created, "model": call.model}
+        return names | {"choices": choices}
 
 
 def sampling_params(service: Service, request: GenerateRequest, **special: Any) -> SamplingParams:

@@ -80,6 +80,8 @@ async def ask(
 class ChatWriter(ChoicesWriter):
     """Writes the answer to a chat. In a stream, the first chunk of each choice has the role."""
 
+    PREFIX, KIND, CHUNK_KIND = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, service: Service, call: Call, request: ChatRequest, plan: ReadingPlan) -> None:
         super().__init__(service, call, request)
         self._request, self._plan = request, plan
@@ -88,7 +90,7 @@ class ChatWriter(ChoicesWriter):
 
     def _whole(self, choices: list[list[Update]]) -> Json:
         request, (answer,) = self._request, self._call.answers
-        reply = self._named("chat.completion", [self._choice(update) for update in choices[0]])
+        reply = self._named([self._choice(update) for update in choices[0]])
         reply["prompt_token_ids"] = answer.prompt_token_ids if request.return_token_ids else None
         has_logprobs = request.prompt_logprobs is not None
         reply["prompt_logprobs"] = prompt_logprobs(self._tokenizer, answer.prompt_logprobs) if has_logprobs else None
@@ -129,7 +131,7 @@ class ChatWriter(ChoicesWriter):
         choices: list[Json] = [
             {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
-        chunks = [self._named("chat.completion.chunk", [choice]) for choice in choices]
+        chunks = [self._named([choice]) for choice in choices]
         if is_first:
             deltas[0]["role"] = "assistant"
             if request.return_token_ids:
@@ -139,14 +141,6 @@ class ChatWriter(ChoicesWriter):
         if reason is not None:
             choices[-1] |= {"finish_reason": reading.finish_reason(reason), "stop_reason": update.stop_reason}
         return chunks
-
-    def _empty(self) -> Json:
-        return self._named("chat.completion.chunk", [])
-
-    def _named(self, kind: str, choices: list[Json]) -> Json:
-        call = self._call
-        names = {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.model}
-        return names | {"choices": choices}
 
 
 class _Deltas:

@@ -54,6 +54,8 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
 class CompletionWriter(ChoicesWriter):
     """Writes the completions; tracks for each streamed choice whether it has begun and its text offset."""
 
+    PREFIX, KIND, CHUNK_KIND = "cmpl-", "text_completion", "text_completion"
+
     def __init__(
         self, service: Service, call: Call, request: CompletionRequest, inputs: Sequence[str | list[int]]
     ) -> None:
@@ -62,13 +64,8 @@ class CompletionWriter(ChoicesWriter):
         self._offsets: dict[int, int] = {}  # choice → offset of its next token's text
 
     def _whole(self, choices: list[list[Update]]) -> Json:
-        return self._completion(
-            [
-                self._choice(prompt_index, update, is_first=True)
-                for prompt_index, each in enumerate(choices)
-                for update in each
-            ]
-        )
+        indexed = [(index, update) for index, updates in enumerate(choices) for update in updates]
+        return self._named([self._choice(index, update, is_first=True) for index, update in indexed])
 
     def _chunks(self, prompt_index: int, update: Update) -> list[Json]:
         index = self._index(prompt_index, update)
@@ -76,15 +73,7 @@ class CompletionWriter(ChoicesWriter):
         shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
             return []  # text is held back: part of a character or of a possible stop string
-        return [self._completion([self._choice(prompt_index, update, is_first)])]
-
-    def _empty(self) -> Json:
-        return self._completion([])
-
-    def _completion(self, choices: list[Json]) -> Json:
-        call = self._call
-        names = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": call.created, "model": call.model}
-        return names | {"choices": choices}
+        return [self._named([self._choice(prompt_index, update, is_first)])]
 
     def _choice(self, prompt_index: int, update: Update, is_first: bool) -> Json:
         """Return an update as a choice. With `echo`, the first one begins with the prompt."""
