@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener
-from penstock.engine.http.sockets import bind_sockets, url_of
+from penstock.engine.http.sockets import url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import ServerConfig
@@ -32,16 +32,15 @@ async def serve(
     template: ChatTemplate | None,
     config: ServerConfig,
     *,
-    sockets: list[socket.socket] | None = None,
-    on_listening: Callable[[str], None] = lambda _url: None,
+    sockets: list[socket.socket],
+    on_listening: Callable[[str], None],
 ) -> int:
     """Serve a started engine until a signal or the engine's death; return the exit code. The caller closes the engine.
 
-    `config` must be resolved. `sockets`: from `bind_sockets`, if the port was bound before the model was loaded.
+    `config` must be resolved. `sockets`: from `bind_sockets`, which binds the port before the model is loaded.
     """
     app = ServerApp(Service(engine, tokenizer, template, config))
     await app.service.adapters.load_all(config.lora_modules)
-    sockets = sockets or bind_sockets(config.host, config.port)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
         at_the_end.callback(app.service.close)  # runs after the last request has ended

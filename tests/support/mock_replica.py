@@ -22,6 +22,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
 from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Output, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
@@ -126,7 +127,8 @@ async def replica(options: SimpleNamespace, server: ServerConfig, announce: Call
     )
     await engine.start()
     try:
-        return await serve(engine, tokenizer, line_template(), server, on_listening=announce)
+        sockets = bind_sockets(server.host, server.port)
+        return await serve(engine, tokenizer, line_template(), server, sockets=sockets, on_listening=announce)
     finally:
         await engine.close()
 

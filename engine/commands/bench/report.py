@@ -62,11 +62,16 @@ def _metric_names(text: str) -> list[str]:
     return names
 
 
-def _percents(text: str) -> list[float]:
+def _number(text: str) -> float:
+    """Return a number; NaN, which is within no limits, for another text."""
     try:
-        percents = [float(part) for part in text.split(",")]
+        return float(text)
     except ValueError:
-        percents = [math.nan]
+        return math.nan
+
+
+def _percents(text: str) -> list[float]:
+    percents = [_number(part) for part in text.split(",")]
     if not all(0 <= percent <= 100 for percent in percents):
         raise ValueError(f"{text!r} given; numbers between 0 and 100 are expected, separated by commas")
     return percents
@@ -74,10 +79,7 @@ def _percents(text: str) -> list[float]:
 
 def _goal(text: str) -> Goal:
     metric, _, limit = text.partition(":")
-    try:
-        limit_ms = float(limit)
-    except ValueError:
-        limit_ms = math.nan
+    limit_ms = _number(limit)
     if metric not in GOAL_METRICS or not 0 <= limit_ms < math.inf:
         expected = f"one of {', '.join(GOAL_METRICS)} and a limit in milliseconds, like ttft:200, is expected"
         raise ValueError(f"{text!r} given; {expected}")
