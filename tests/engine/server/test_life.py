@@ -28,7 +28,7 @@ from tests.support.running_server import running, until
 PROGRAM = """
 import logging, signal, sys
 import uvloop
-from starlette.applications import Starlette
+from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.lifetime import serve
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
@@ -40,7 +40,8 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
     asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, setattr, engine, "delay_s", 0.0)
     config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
-    return await serve(engine, byte_tokenizer(), line_template(), config, on_listening=lambda url: print(url, flush=True))
+    sockets, announce = bind_sockets(config.host, config.port), lambda url: print(url, flush=True)
+    return await serve(engine, byte_tokenizer(), line_template(), config, sockets=sockets, on_listening=announce)
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 sys.exit(uvloop.run(main()))
