@@ -50,10 +50,10 @@ class RunnerFactory:
         return choose_buckets(config.max_num_seqs)
 
     def graph_tokens(self, loaded: LoadedModel) -> tuple[int, ...]:
-        """Return the numbers of tokens to capture prefill steps for; none if a layer plans on the host, with
-        batch_invariant, or with enable_eplb, which would count padding as load. Graphs never expand latents."""
+        """Return the numbers of tokens to capture prefill steps for; none with batch_invariant, or with
+        enable_eplb, which would count padding as load. Graphs never expand latents."""
         config = self.settings.config
-        if loaded.model.unit_bytes > 0 or config.batch_invariant or config.enable_eplb:
+        if config.batch_invariant or config.enable_eplb:
             return ()
         most = MOST_ABSORBED if loaded.model.kv_parts == 1 else config.max_num_batched_tokens
         return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= min(most, config.max_num_batched_tokens))

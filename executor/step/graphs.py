@@ -11,7 +11,7 @@ capture is reused by the next. Forward passes and draws have separate pools, bec
 being copied to the host while the next forward pass runs.
 
 In a graph of steps with prompts only the device knows the rows; at most MAX_SEVERAL of them have several tokens. The
-device computes such a step faster than the host can launch its kernels. Recurrent layers plan on the host: no graphs.
+device computes such a step faster than the host can launch its kernels.
 
 Ranks capture and replay their graphs together. The captured set follows from the configuration, and the replayed graph
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their

@@ -5,6 +5,7 @@
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,16 @@ def recurrent(
     dtype: torch.dtype = BF16,
     value_dim: int = 128,
     erases: bool = True,
+    is_padded: bool = False,
 ) -> None:
     counts = [1] * singles + [64] * prompts
     layer = Layer.random(sum(counts), (key_heads, value_heads, 128, value_dim), dtype, erases=erases)
     states = States(layer, len(counts))
-    layer.run(OPS, states.pages, batch_of(counts, states.tables))
+    batch = batch_of(counts, states.tables)
+    if is_padded:
+        lens = sum(counts), *[0] * (len(counts) - 1)
+        batch = replace(batch, num_single_rows=0, query_lens=lens, row_counts=torch.zeros(4, dtype=torch.int32))
+    layer.run(OPS, states.pages, batch)
 
 
 BUILDERS = {

@@ -25,6 +25,7 @@ from penstock.executor.kernels.cuda.rows import activate, normalize
 from penstock.executor.kernels.cuda.tile_order import find_row
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
+from penstock.executor.kernels.state import MAX_SEVERAL
 
 CHUNK_TOKENS = tl.constexpr(64)  # tokens: a warpgroup's product has 64 rows
 SUB = tl.constexpr(16)  # tokens of a chunk's diagonal blocks, which are inverted token by token
@@ -38,33 +39,38 @@ class Sizes(NamedTuple):
     key_dim: int
     value_dim: int
     erases: bool
+    is_padded: bool  # only the device knows which rows are processed in chunks
     qkv_stride: int  # between tokens, like the next two
     z_stride: int
     gate_stride: int
 
     @staticmethod
-    def of(heads: DeltaHeads, inputs: DeltaInputs) -> "Sizes":
+    def of(heads: DeltaHeads, inputs: DeltaInputs, is_padded: bool) -> "Sizes":
         assert all(part.stride(1) == 1 for part in inputs)
-        return Sizes(*heads[:4], heads.erases, *(part.stride(0) for part in inputs))
+        return Sizes(*heads[:4], heads.erases, is_padded, *(part.stride(0) for part in inputs))
 
 
 def delta_rule(
     inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch, is_fixed: bool = False
 ) -> Tensor:
     qkv, z, gates = inputs
-    sizes, tokens, num_heads = Sizes.of(heads, inputs), len(z), heads.value_heads
-    out = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
+    tokens, num_heads = len(z), heads.value_heads
+    # float32 products would be too slow in chunks. With is_fixed, results must not depend on chunk boundaries.
+    is_exact = is_fixed or z.dtype is torch.float32
+    is_padded = batch.row_counts is not None and not is_exact
+    sizes = Sizes.of(heads, inputs, is_padded)
+    counts = batch.query_starts if batch.row_counts is None else batch.row_counts
+    # Padding tokens go through the rest of the model, so their output must be finite.
+    out = (torch.zeros if is_padded else torch.empty)((tokens, heads.values), dtype=z.dtype, device=z.device)
     norm = heads.norm if heads.skip is None else heads.skip
     assert norm is not None
     pages, table, units = state_pages(states, batch, torch.float32)
-    singles, several = batch.num_single_rows, len(batch.query_lens)
+    singles, several = batch.num_single_rows, min(len(batch.query_lens), MAX_SEVERAL if is_padded else tokens)
     constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
-    # float32 products would be too slow in chunks. With is_fixed, results must not depend on chunk boundaries.
-    is_exact = is_fixed or z.dtype is torch.float32
-    if rows := singles + several if is_exact else singles:
+    if rows := len(batch.query_starts) - 1 if is_exact or is_padded else singles:
         wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
         _step[(num_heads, rows)](
-            *(qkv, z, gates, heads.rate, heads.shift, norm, out, pages, *table, batch.query_starts),
+            *(qkv, z, gates, heads.rate, heads.shift, norm, out, pages, *table, batch.query_starts, counts),
             *(states.first_unit, heads.eps),
             **constants,
             num_warps=8 if wide else 4,
@@ -81,22 +87,22 @@ def delta_rule(
         prepared = w, queries, keys, room(CHUNK_TOKENS.value), room(1, torch.float32)
         for kind in (True, False) if heads.erases else (False,):  # both at once would not fit into registers
             _prepare[(count // CHUNK_TOKENS.value + several, num_heads)](
-                *(qkv, gates, heads.rate, heads.shift, norm, u, *prepared, batch.query_starts),
+                *(qkv, gates, heads.rate, heads.shift, norm, u, *prepared, batch.query_starts, counts),
                 *(singles, several),
                 SIZES=sizes,
                 IS_SOLVED=kind,
                 num_warps=8,
             )
         _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
-            *(u, *prepared, made, pages, *table, batch.query_starts),
-            *(states.first_unit, singles),
+            *(u, *prepared, made, pages, *table, batch.query_starts, counts),
+            *(states.first_unit, singles, several),
             **constants,
             COLUMNS=columns,
             num_warps=4 if is_wide else 8,
             num_stages=2 if is_wide else 1,
         )
         _finish[(triton.cdiv(count, FINISHED.value), num_heads)](
-            *(made, z, norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, num_warps=4
+            *(made, z, norm, out, batch.query_starts, counts), *(singles, several, heads.eps), SIZES=sizes, num_warps=4
         )
     return out
 
@@ -114,6 +120,16 @@ def softplus(a, shift):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))))
 
 
+@triton.jit
+def several_rows(counts_ptr, first, num_rows, SIZES: tl.constexpr):
+    """Return the first row that is processed in chunks, and the end of these rows; in a graph only the device knows."""
+    end = first + num_rows
+    if SIZES.is_padded:
+        first = tl.load(counts_ptr + 1)
+        end = tl.load(counts_ptr)
+    return first, end
+
+
 @kernel
 def _step(
     qkv_ptr,
@@ -128,6 +144,7 @@ def _step(
     write_ptr,
     is_new_ptr,
     starts_ptr,
+    counts_ptr,
     first_unit,
     eps,
     SIZES: tl.constexpr,
@@ -135,6 +152,9 @@ def _step(
 ):
     """Process one head of one row, token by token."""
     head, row = tl.program_id(0), tl.program_id(1)
+    if SIZES.is_padded:
+        if row >= tl.load(counts_ptr + 1):
+            return
     SCALE: tl.constexpr = SIZES.key_dim**-0.5
     i = tl.arange(0, triton.next_power_of_2(SIZES.key_dim))
     j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))
@@ -213,6 +233,7 @@ def _prepare(
     scores_ptr,
     left_ptr,
     starts_ptr,
+    counts_ptr,
     first_row,
     num_rows,
     SIZES: tl.constexpr,
@@ -220,7 +241,8 @@ def _prepare(
 ):
     """Prepare one head's chunk for `_advance`: u and w if IS_SOLVED, else all other inputs."""
     head = tl.program_id(1)
-    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK_TOKENS)
+    first_row, end_row = several_rows(counts_ptr, first_row, num_rows, SIZES)
+    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, end_row - first_row, 1, CHUNK_TOKENS)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
     if tile * CHUNK_TOKENS >= count:
@@ -289,14 +311,19 @@ def _advance(
     write_ptr,
     is_new_ptr,
     starts_ptr,
+    counts_ptr,
     first_unit,
     first_row,
+    num_rows,
     SIZES: tl.constexpr,
     UNITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Update some columns of one head's state, chunk by chunk of its row."""
+    first_row, end_row = several_rows(counts_ptr, first_row, num_rows, SIZES)
     head, row = tl.program_id(0), first_row + tl.program_id(1)
+    if row >= end_row:
+        return
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
     number = tl.arange(0, CHUNK_TOKENS)
@@ -338,9 +365,11 @@ def _advance(
 
 
 @kernel
-def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr):
+def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, starts_ptr, counts_ptr, first_row, num_rows, eps, SIZES: tl.constexpr):
     """Normalize and gate one head of FINISHED tokens."""
     head = tl.program_id(1)
+    first_row, end_row = several_rows(counts_ptr, first_row, num_rows, SIZES)
+    first, end = tl.load(starts_ptr + first_row), tl.load(starts_ptr + end_row)
     token = (first + tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)).to(tl.int64)[:, None]
     j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))[None, :]
     inside = (token < end) & (j < SIZES.value_dim)

@@ -1,6 +1,7 @@
 """The short convolution, the gated delta rule and Mamba 2: the Triton kernels against their twins."""
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,31 @@ def test_rows_of_one_token_and_of_several_equal_the_twin(
     if dtype is torch.float32:
         found, wanted = (each.pages.base.view(torch.float32) for each in (states, expected_states))
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@matrix("dtype, counts", TOLERANCE, COUNTS[:2], hardest=[(torch.bfloat16, COUNTS[1])])
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
+def test_a_padded_batch_gets_what_its_rows_get(
+    device: torch.device, dtype: torch.dtype, counts: list[int], erases: bool
+) -> None:
+    """As in a graph, where only the device knows the rows: padding reads no state and writes to page 0."""
+    real, padding = sum(counts), [1, 69, 0]
+    layer = Layer.random(real + sum(padding), SIZES[0], dtype, device=device, erases=erases)
+    states = States(layer, len(counts), device)
+    expected_states = states.copy()
+    tables = torch.cat((states.tables, states.tables.new_zeros(len(padding), states.tables.shape[1])))
+    rows = len(counts) + len(padding)
+    batch = replace(
+        batch_of([*counts, *padding], tables, new=(0, *range(len(counts), rows))),
+        num_single_rows=0,
+        query_lens=(real + sum(padding), *(0,) * (rows - 1)),
+        row_counts=torch.tensor([len(counts), counts.count(1)], dtype=torch.int32, device=device),
+    )
+    out = layer.run(OPS, states.pages, batch)
+    plain = layer.part(torch.arange(real))
+    expected = plain.run(OPS, expected_states.pages, batch_of(counts, states.tables, new=(0,)))
+    assert torch.equal(out[:real], expected) and out.isfinite().all()
+    assert torch.equal(states.pages.base[1:], expected_states.pages.base[1:])
 
 
 def test_a_convolution_reads_tokens_of_one_row_that_are_more_than_two_billion_numbers_apart() -> None:
