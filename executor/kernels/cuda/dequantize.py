@@ -1,4 +1,4 @@
-"""Weights of four or eight bits as numbers, in registers, and their products.
+"""Weights of four or eight bits as numbers, in registers for products or, for cuBLAS, in memory.
 
 With few rows, the time of a product is that of turning codes into numbers, so a code takes about two instructions.
 Two bytes with four bits become two numbers at once: the bits are moved into numbers whose last mantissa bit counts ones,
@@ -6,9 +6,13 @@ and what is too much is subtracted, which is exact. If all codes of a column sha
 instead of the numbers.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.gpu_formats import MXFP4_BLOCK
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums
@@ -17,29 +21,28 @@ MAX_SCALED_ROWS = tl.constexpr(32)  # of tiles whose sums are scaled
 
 
 @triton.jit
-def load_scales(weight, start, column, SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPEC: tl.constexpr):
-    """Load scales and zeros of GROUPS quantization groups from input `start` on, [1, columns] or [groups, 1, columns].
-    Without zeros, the second result is not used."""
-    at = (start // SPEC.group * SPEC.rows + SHIFT + column)[None, :]
-    inside = ((column < SPEC.width) & (start < SPEC.depth))[None, :]
-    if GROUPS > 1:
-        at = at[None, :, :] + tl.arange(0, GROUPS)[:, None, None] * SPEC.rows
-        inside = inside[None, :, :]
-    scales = tl.load(weight[1] + at, mask=inside, other=0.0).to(tl.float32)
-    zeros = scales
-    if SPEC.has_zeros:
-        zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
+def load_scales(weight, start, half: tl.constexpr, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
+    """Load scales and zeros for one half of the step from input `start` on, [1, columns] or [groups, 1, columns], or the
+    exponents of MXFP4 for all of it, [blocks, columns]. Without zeros, the second result is not used."""
+    if SPEC.kind == "mxfp4":
+        block = start // MX_BLOCK + tl.arange(0, SPEC.step // MX_BLOCK)[:, None]
+        at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block
+        inside = (block < SPEC.depth // MX_BLOCK) & (column < SPEC.width)[None, :]
+        scales = tl.load(weight[1] + at, mask=inside, other=0)
+        zeros = scales
+    else:
+        GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
+        start += half * SPEC.half
+        at = (start // SPEC.group * SPEC.rows + SHIFT + column)[None, :]
+        inside = ((column < SPEC.width) & (start < SPEC.depth))[None, :]
+        if GROUPS > 1:
+            at = at[None, :, :] + tl.arange(0, GROUPS)[:, None, None] * SPEC.rows
+            inside = inside[None, :, :]
+        scales = tl.load(weight[1] + at, mask=inside, other=0.0).to(tl.float32)
+        zeros = scales
+        if SPEC.has_zeros:
+            zeros = tl.load(weight[2] + at, mask=inside, other=0.0).to(tl.float32)
     return scales, zeros
-
-
-@triton.jit
-def load_exponents(exponents_ptr, start, column, SHIFT: tl.constexpr, SPEC: tl.constexpr):
-    """Load the exponents of MXFP4 for a step from input `start` on, [blocks, columns], in place of scales and zeros."""
-    block = start // MX_BLOCK + tl.arange(0, SPEC.step // MX_BLOCK)
-    at = (SHIFT + column)[None, :] * (SPEC.depth // MX_BLOCK) + block[:, None]
-    is_block = (block < SPEC.depth // MX_BLOCK)[:, None] & (column < SPEC.width)[None, :]
-    exponents = tl.load(exponents_ptr + at, mask=is_block, other=0)
-    return exponents, exponents
 
 
 @triton.constexpr_function
@@ -51,14 +54,34 @@ def half_groups(half, group):
 @triton.jit
 def add_groups(acc, x, codes, half: tl.constexpr, scales_and_zeros, ARE_MINIMA: tl.constexpr, SPEC: tl.constexpr):
     """Add the product of x with codes [half, columns]; of four bits, `half` selects the part of each byte."""
+    IS_ALONE: tl.constexpr = half_groups(SPEC.half, SPEC.group) == 1 and not (SPEC.has_zeros and ARE_MINIMA)
+    SCALES_SUM: tl.constexpr = IS_ALONE and x.shape[0] <= MAX_SCALED_ROWS
+    values = dequantize_groups(codes, half, scales_and_zeros, x.dtype, not SCALES_SUM, ARE_MINIMA, SPEC)
+    if SCALES_SUM:
+        acc += tl.dot(x, values, input_precision="ieee") * scales_and_zeros[0]
+    else:
+        acc = tl.dot(x, values, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def dequantize_groups(
+    codes,
+    half: tl.constexpr,
+    scales_and_zeros,
+    dtype: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    ARE_MINIMA: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Dequantize codes [half, columns]; unless IS_SCALED, return the codes less their zeros."""
     IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
-    HAS_MINIMA: tl.constexpr = SPEC.has_zeros and ARE_MINIMA
     GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
     scales, zeros = scales_and_zeros
     if IS_FLOAT:
         values = codes.to(tl.float32)
-    elif SPEC.per_byte == 2 and IS_COMPILED and x.dtype != tl.float32:
-        values = _spread(codes, half, x.dtype)
+    elif SPEC.per_byte == 2 and IS_COMPILED and dtype != tl.float32:
+        values = _spread(codes, half, dtype)
     else:
         bits = (codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)
         values = (bits.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -70,15 +93,45 @@ def add_groups(acc, x, codes, half: tl.constexpr, scales_and_zeros, ARE_MINIMA: 
         if SPEC.has_zeros and not ARE_MINIMA:
             below += zeros
         values -= below.to(values.dtype)
-    if GROUPS == 1 and not HAS_MINIMA and x.shape[0] <= MAX_SCALED_ROWS:
-        acc += tl.dot(x, values.to(x.dtype), input_precision="ieee") * scales
-    else:
+    if IS_SCALED:
         values = values.to(tl.float32) * scales
-        if HAS_MINIMA:
+        if SPEC.has_zeros and ARE_MINIMA:
             values -= zeros
-        values = tl.reshape(values, [codes.shape[0], codes.shape[1]])
-        acc = tl.dot(x, values.to(x.dtype), acc, input_precision="ieee")
-    return acc
+    return tl.reshape(values, [codes.shape[0], codes.shape[1]]).to(dtype)
+
+
+class DequantizeSpec(NamedTuple):
+    """The layout of a weight, named as in `ProductSpec`."""
+
+    width: int
+    rows: int
+    depth: int
+    step: int
+    half: int
+    per_byte: int
+    group: int
+    has_zeros: bool
+    kind: str = "groups"
+
+
+@kernel
+def dequantize_piece(codes_ptr, scales_ptr, zeros_ptr, out_ptr, first, SPEC: tl.constexpr, COLUMNS: tl.constexpr):
+    """Dequantize one step of some rows of a weight, from row `first` on, which is the first of `out_ptr`."""
+    wait_and_allow_next()
+    PER_BYTE: tl.constexpr = SPEC.per_byte
+    start = tl.program_id(0) * SPEC.step
+    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = first + row
+    byte = tl.arange(0, SPEC.step // PER_BYTE)[:, None]
+    inside = (column < SPEC.width)[None, :]
+    codes_ptrs = codes_ptr + column.to(tl.int64)[None, :] * (SPEC.depth // PER_BYTE) + start // PER_BYTE + byte
+    codes = tl.load(codes_ptrs, mask=inside, other=0.0)
+    out_ptrs = out_ptr + row.to(tl.int64)[None, :] * SPEC.depth + start + byte
+    ARE_MINIMA: tl.constexpr = zeros_ptr.dtype.element_ty != tl.uint8
+    for half in tl.static_range(PER_BYTE):
+        scales = load_scales((codes_ptr, scales_ptr, zeros_ptr), start, half, column, 0, SPEC)
+        values = dequantize_groups(codes, half, scales, out_ptr.dtype.element_ty, True, ARE_MINIMA, SPEC)
+        tl.store(out_ptrs + half * SPEC.half, values, mask=inside)
 
 
 @triton.constexpr_function

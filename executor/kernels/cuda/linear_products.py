@@ -13,22 +13,22 @@ from penstock.executor.kernels import Fp8Rows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import few_rows
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
+from penstock.executor.kernels.cuda.dequantize import DequantizeSpec, dequantize_piece
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
 from penstock.executor.kernels.cuda.product import Scaled, multiply
-from penstock.executor.kernels.cuda.tiles import (
-    FIXED_PROGRAMS,
-    Tile,
-    coded_tile,
-    depth_splits,
-    fixed_tile,
-)
+from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
 from penstock.executor.kernels.eight_bits import pad_rows
+from penstock.executor.kernels.gpu_formats import Packed
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
 from penstock.executor.kernels.weight import Weight, plain_weight
 
 # Beyond this our kernel's tiles have 128 rows, and it no longer reads at the card's speed: on an H100 it takes longer for
 # 256 rows than cuBLAS for bfloat16 weights of twice the bytes, and for a layer of 256 rows nearly as long as cuBLAS for 512.
 MAX_OWN_TOKENS = 64
+# From so many rows on, codes are dequantized once for cuBLAS. This is estimated from bytes: no GPU has compared it.
+MIN_DEQUANTIZED_ROWS = 512
+PIECE_BYTES = 32 << 20  # of dequantized rows, so that cuBLAS reads them from the L2 cache of 50 MiB
+PIECE_COLUMNS = 64
 JOIN_BLOCK = tl.constexpr(1024)
 
 
@@ -48,6 +48,8 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
     if weight.is_numbers and not is_fixed:
         return few_rows.linear(x, weight.codes, bias)
     assert isinstance(x, Tensor)
+    if isinstance(weight.format, Packed) and len(x) >= MIN_DEQUANTIZED_ROWS and not is_fixed:
+        return _multiply_dequantized(x, weight, bias)
     return _multiply((x, None), weight, x.dtype, bias, is_fixed)
 
 
@@ -58,6 +60,24 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, is_fixed:
     if is_fixed or not x.is_cuda:  # on a CPU, torch has no such product
         return _multiply((x, None), plain_weight(weight), torch.float32, bias, is_fixed)
     out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return out if bias is None else out.add_(bias)
+
+
+def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Dequantize the weight piece by piece into memory that all pieces share, and multiply by each."""
+    (width, depth), (form, codes, scales, zeros, *_) = weight.shape, weight
+    assert isinstance(form, Packed) and scales is not None
+    per_byte, group = 8 // form.bits, depth // len(scales)
+    spec = DequantizeSpec(width, width, depth, per_byte * form.half, form.half, per_byte, group, zeros is not None)
+    out = x.new_empty((len(x), width))
+    rows = max(1, PIECE_BYTES // (PIECE_COLUMNS * depth * x.itemsize)) * PIECE_COLUMNS
+    piece = x.new_empty((min(rows, width), depth))
+    for first in range(0, width, rows):
+        part = piece[: width - first]
+        grid = depth // spec.step, triton.cdiv(len(part), PIECE_COLUMNS)
+        tensors = codes, scales, codes if zeros is None else zeros, part
+        dequantize_piece[grid](*tensors, first, SPEC=spec, COLUMNS=PIECE_COLUMNS, num_warps=4)
+        torch.mm(x, part.t(), out=out[:, first : first + rows])
     return out if bias is None else out.add_(bias)
 
 

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.dequantize import (
-    MAX_SCALED_ROWS,
-    add_groups,
-    dequantize_mxfp4,
-    half_groups,
-    load_exponents,
-    load_scales,
-)
+from penstock.executor.kernels.cuda.dequantize import MAX_SCALED_ROWS, add_groups, dequantize_mxfp4, load_scales
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries
@@ -257,7 +250,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
     AHEAD: tl.constexpr = IS_FREE and SPEC.activation is None
     scales = column, column
     if AHEAD:
-        scales = _load_scales(weight, begin * SPEC.step, column, 0, 0, SPEC)
+        scales = load_scales(weight, begin * SPEC.step, 0, column, 0, SPEC)
     acc = tl.zeros([is_row.shape[0], column.shape[0]], tl.float32)
     up = acc
     for step in range(begin, end):
@@ -276,7 +269,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
             up_codes = load_inside(ptrs + ahead * BYTES + SPEC.width * ROW_BYTES, is_code, SPEC.is_whole)
         current = scales
         if AHEAD:
-            scales = _load_scales(weight, start + SPEC.step, column, 0, 0, SPEC)
+            scales = load_scales(weight, start + SPEC.step, 0, column, 0, SPEC)
         for half in tl.static_range(PER_BYTE):
             rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
             acc = _add_product(acc, rows, x_scale, codes, half, weight, current, start, column, 0, AHEAD, SPEC)
@@ -305,17 +298,6 @@ def _finish(acc, up, bias_ptrs, is_column, split, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(weight, start, column, half: tl.constexpr, SHIFT: tl.constexpr, SPEC: tl.constexpr):
-    """Load the scales and zeros for half of a step, or the exponents for all of it."""
-    if SPEC.kind == "mxfp4":
-        scales = load_exponents(weight[1], start, column, SHIFT, SPEC)
-    else:
-        GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
-        scales = load_scales(weight, start + half * SPEC.half, column, SHIFT, GROUPS, SPEC)
-    return scales
-
-
-@triton.jit
 def _add_product(
     acc,
     x,
@@ -339,7 +321,7 @@ def _add_product(
         # Converts through float32: before 9.0 there is no shorter way.
         return acc + tl.dot(x, codes.to(tl.float32).to(x.dtype), input_precision="ieee") * scale
     if (SPEC.kind == "groups" or SPEC.kind == "mxfp4") and not AHEAD:
-        scales = _load_scales(weight, start, column, half, SHIFT, SPEC)
+        scales = load_scales(weight, start, half, column, SHIFT, SPEC)
     if SPEC.kind == "groups":
         return add_groups(acc, x, codes, half, scales, weight[2].dtype.element_ty != tl.uint8, SPEC)
     if SPEC.kind == "mxfp4":

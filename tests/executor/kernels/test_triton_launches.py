@@ -13,10 +13,11 @@ import torch
 from benchmarks.gpu.shapes import config_of
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda import few_rows
+from penstock.executor.kernels.cuda import few_rows, linear_products
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support.aot_cases import packed
 from tests.support.checkpoints import compute_with
 from tests.support.launch_counts import launches
 from tests.support.refusals import hardest_rows
@@ -39,6 +40,13 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() == most, layer
+
+
+def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_products, "PIECE_BYTES", 1 << 18)
+    with launches() as names:
+        packed(512, 512, 512)
+    assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:

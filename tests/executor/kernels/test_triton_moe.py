@@ -16,7 +16,7 @@ from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight, stack
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.kernels.test_triton_packed import KINDS, as_int4, grouped, moved
+from tests.executor.kernels.test_triton_packed import KINDS, Kind, as_int4, grouped, moved
 from tests.support.aot_cases import coded_experts
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
@@ -31,7 +31,6 @@ from tests.support.twins import experts as experts_twin
 from tests.support.twins.experts import fused_experts
 
 Tensor = torch.Tensor
-Kind = tuple[int, int, str | None]  # as in test_triton_packed.py
 CPU = torch.device("cpu")
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
 
@@ -192,7 +191,6 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can")
 @pytest.mark.parametrize(("tokens", "expected"), [(1, [(23, 360, 16), (12, 720, 16)]), (256, [(23, 2880, 32)] * 2)])
 def test_mxfp4_experts_take_few_steps(monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[Any]) -> None:
-    """The steps of a program, the programs and the tile's rows of both products of gpt-oss-20b, 2,880 deep."""
     noted: list[dict[str, Any]] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **options: noted.append(options))
     coded_experts(tokens, 32, 4, 2880, 2880)

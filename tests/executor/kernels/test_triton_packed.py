@@ -18,10 +18,11 @@ from tests.support.twins import torch_ops
 
 CPU = torch.device("cpu")
 Tensor = torch.Tensor
+Kind = tuple[int, int, str | None]  # bits (0: floats of eight bits), group, what is below
 KINDS = cases(__file__, "kinds of packed weights")
 
 
-def grouped(rows: int, columns: int, kind: tuple[int, int, str | None], seed: int = 0) -> Weight:
+def grouped(rows: int, columns: int, kind: Kind, seed: int = 0) -> Weight:
     bits, group, below = kind
     made = torch.Generator().manual_seed(seed)
     groups = columns // group
@@ -50,7 +51,7 @@ def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None]) -> None:
+def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
     expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
     packed = pack_for_gpu(parts, CPU)
@@ -60,9 +61,10 @@ def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None]
     assert torch.equal(Linear([packed], None, torch_ops).rows(rows, torch.float32), expected[rows])
 
 
-@matrix("kind, rows", KINDS, (1, 20), hardest=[(KINDS[1], 1), (KINDS[3], 20), (KINDS[7], 20)])
-def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None], rows: int) -> None:
-    """200 columns: the last tile has few."""
+@matrix("kind, rows", KINDS, (1, 20, 600), hardest=[(KINDS[1], 1), (KINDS[3], 20), (KINDS[7], 20), (KINDS[3], 600)])
+def test_a_layer_equals_the_twin(monkeypatch: pytest.MonkeyPatch, device: torch.device, kind: Kind, rows: int) -> None:
+    """200 columns: the last tile has few, and so has the last of four pieces that are dequantized for many rows."""
+    monkeypatch.setattr(linear_products, "PIECE_BYTES", 64 * 384 * 4)
     weight, x = pack_for_gpu([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
     actual = linear_products.linear(x.to(device), moved(weight, device))
     close(actual, torch_ops.linear(x.double(), weight))
