@@ -302,7 +302,7 @@ CLOSURES = {
         *("executor.loading", "executor.models", "executor.process_life"),
     }),
     "engine.core.engine_core": (4_100, {"engine.text", "engine.grammar", "engine.http", "engine.vllm_options"}),
-    "engine.server.app": (11_600, {"prove", "engine.commands.bench"}),
+    "engine.server.app": (10_500, {"prove", "engine.commands.bench", "engine.front.client", "executor.process_life"}),
     "router.app": (7_350, {
         *("engine.grammar", "engine.front", "engine.server", "engine.model_files", "engine.sampling_params"),
         *("engine.vllm_options", "executor.protocol"),

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config
-from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model

@@ -21,6 +21,7 @@ import zmq
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.engine import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer
 from penstock.engine.invalid_request import InvalidRequest
@@ -56,28 +57,9 @@ log = logging.getLogger("penstock.engine")
 STOP_GRACE_S = 5.0  # time for the core to exit after Shutdown, before it is killed
 
 
-class EngineDead(Exception):
-    """The engine core has ended or never started; the message says why."""
-
-
-class QueueFull(Exception):
-    """Raised for a request if as many are in flight as the engine may queue."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class EngineHealth(msgspec.Struct, frozen=True):
-    """`alive`: worth keeping. `ready`: takes requests."""
-
-    alive: bool
-    ready: bool
-    reason: str
-
-
 class AsyncEngine:
-    """The engine for one server: `start`, then `generate` from any task of the loop; `close` ends the core process."""
+    """The engine for one server: `start`, then `generate` from any task of the loop; `close` ends the core process.
+    `Engine` (engine/front/engine.py) explains the methods that the server calls."""
 
     info: ModelInfo
 
@@ -167,7 +149,6 @@ class AsyncEngine:
         shutil.rmtree(directory)
 
     async def close(self, reason: str = "the engine is closed") -> None:
-        """End the core at once; running requests end with an error, for this reason."""
         self._end_reason = reason
         if self._ticking is not None:
             self._ticking.cancel()
@@ -196,7 +177,6 @@ class AsyncEngine:
         return self._ready is not None and self._ready.done() and not self._ready.cancelled()
 
     def health(self) -> EngineHealth:
-        """Return the health, from the core's heartbeat, process and running step, never from the tokens."""
         heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
@@ -212,8 +192,6 @@ class AsyncEngine:
         return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
-        """Raise the errors of `generate` for a full queue or a dead core. The server calls this before it tokenizes;
-        `num_preparing` is the number of admitted sequences that are being tokenized."""
         if self._death is not None:
             raise EngineDead(self._death)
         limit = self.config.scheduler.max_sequences
@@ -229,9 +207,6 @@ class AsyncEngine:
     def generate(
         self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> Answer:
-        """Start a request whose `params` have been checked. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors
-        come as updates. `begin_answer` explains the options.
-        """
         answer = begin_answer(f"{next(self._ids):x}", prompt, params, self.info, self.tokenizer, self.abort, **options)
         self.admit(params.n)
         self.answers.add(answer)
@@ -245,16 +220,12 @@ class AsyncEngine:
             self._send(Abort(still_open))
 
     def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
-        """Start or stop the core's reports to `on_cache_update`: first everything that is cached, then the changes."""
         self._send(WatchCache(is_on, with_blocks))
 
     async def reset_prefix_cache(self) -> bool:
-        """Make the core drop all cached content; return False if some of it is in use."""
         return not (await self._ask("reset_prefix_cache")).error
 
     async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> EngineState:
-        """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused.
-        With `is_withdrawable`, the core does not begin it any more when the caller has left."""
         number = next(self._ids)
         try:
             answer = await self._ask(operation, number, **fields)
@@ -267,7 +238,6 @@ class AsyncEngine:
         return answer.state
 
     async def load_adapter(self, path: str) -> AdapterInfo:
-        """Make the core load the adapter in this folder; raise AdapterError if it cannot."""
         await read_ahead(path)
         loading = self._ask("load_adapter", path=path)
         try:
@@ -293,7 +263,6 @@ class AsyncEngine:
             self.unload_adapter(adapter.key)
 
     def unload_adapter(self, key: str) -> None:
-        """Unload an adapter after the requests in flight that use it."""
         self._send(UnloadAdapter(key))
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:

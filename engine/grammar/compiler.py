@@ -14,8 +14,9 @@ from concurrent.futures import Future
 
 from penstock.engine.core.grammars import CompileJob, GrammarRefused, GrammarState
 from penstock.engine.grammar.compile_limits import LIMITS, start_thread
+from penstock.engine.grammar.library_errors import shortened
 from penstock.engine.grammar.masks import MaskFiller
-from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
+from penstock.engine.grammar.matcher import Lexer, Matcher
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not delay the others

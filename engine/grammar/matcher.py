@@ -2,18 +2,17 @@
 engine/core/grammars.py; masks.py computes masks from it.
 """
 
-import re
 from array import array
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
+from penstock.engine.grammar.library_errors import shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
     from llguidance import LLMatcher
 
-MAX_ERROR_CHARS = 500
 RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not recompiled while a step waits
 LEXER_IS_FULL = "too many states"  # part of llguidance's message; its stop reason does not tell this error from others
 
@@ -87,22 +86,3 @@ class Matcher:
     @property
     def error(self) -> str:
         return shortened(self.backend.get_error())
-
-
-_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
-ONE_OF_REFUSED = "oneOf constraints are not supported"  # llguidance's message goes on with the name of its own option
-ONE_OF_ADVICE = (
-    "two schemas of a oneOf can hold for the same value; with structured_outputs.coerce_one_of or --coerce-one-of it is"
-    " taken for anyOf"
-)
-
-
-def shortened(error: str) -> str:
-    """Return llguidance's message without verbosity marks, stack trace and, for a schema, its place in our grammar,
-    limited to MAX_ERROR_CHARS."""
-    text = error.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()
-    if (found := _OF_SCHEMA.match(text)) is not None:
-        text = re.split(r"\n +\d+ \| ", text[found.end() :])[0]
-    if ONE_OF_REFUSED in text:
-        return ONE_OF_ADVICE
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]} …"

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from penstock.engine.config import COMPILE_LIMIT_S
 from penstock.engine.grammar.compile_limits import LIMITS, start_thread
-from penstock.engine.grammar.matcher import shortened
+from penstock.engine.grammar.library_errors import shortened
 
 MAX_CHECKS = 2  # at once, so that one slow grammar does not delay the others
 

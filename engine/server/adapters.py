@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import Engine
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.requests import FilePath
@@ -37,7 +37,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class Adapters:
-    def __init__(self, engine: AsyncEngine, taken: Iterable[str]) -> None:
+    def __init__(self, engine: Engine, taken: Iterable[str]) -> None:
         """Create an empty set of adapters. `taken`: names that no adapter may have."""
         self._engine, self._taken = engine, frozenset(taken)
         self.served: dict[str, AdapterInfo] = {}

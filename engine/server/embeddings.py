@@ -5,7 +5,7 @@ import base64
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.front.results import embedding_of
+from penstock.engine.front.values import embedding_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.answer_writer import Json

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import Engine
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import url_of
 from penstock.engine.server.app import ServerApp
@@ -27,7 +27,7 @@ LAST_WORDS_S = 2.0  # time to send the ends of aborted or failed answers
 
 
 async def serve(
-    engine: AsyncEngine,
+    engine: Engine,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     config: ServerConfig,
@@ -75,7 +75,7 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
         await wait_for(lambda: service.num_open_requests == 0, stop, LAST_WORDS_S)
 
 
-async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
+async def _leave_dead(engine: Engine, service: Service) -> int:
     """Close an engine that is dead or hangs. Every request ends with an error that is still sent to its client."""
     reason = engine.health().reason
     for line in reason.splitlines():  # the error of a rank has its traceback

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Raw
 from msgspec.json import encode
 
-from penstock.engine.front.results import candidates
+from penstock.engine.front.values import candidates
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs

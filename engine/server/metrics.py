@@ -14,7 +14,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from penstock.engine.front.answer import Answer, Update
-from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import Engine
 from penstock.engine.http.distribution import Distribution, ProcessMetrics, family
 from penstock.engine.messages import MissReason, Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
@@ -66,7 +66,7 @@ TIER_GAUGES = frozenset(
 
 
 class ServerMetrics(ProcessMetrics):
-    def __init__(self, model_name: str, engine: AsyncEngine) -> None:
+    def __init__(self, model_name: str, engine: Engine) -> None:
         super().__init__()
         self.model_name = model_name
         self.engine = engine

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.engine.front.answer import Answer, Update
-from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.engine import Engine, EngineDead, QueueFull
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # t
 
 class Service:
     def __init__(
-        self, engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
+        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer

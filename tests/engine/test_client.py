@@ -18,7 +18,8 @@ import pytest
 from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front import adapter_files, liveness
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import EngineDead, QueueFull
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Heartbeat, Outputs, Stats
 from penstock.engine.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.engine_options import engine_config
 from penstock.engine.front.answer import Answer
-from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
+from penstock.engine.front.engine import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary

@@ -21,7 +21,8 @@ import uvloop
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
-from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.front.engine import EngineDead
 from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Output, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
