@@ -11,9 +11,8 @@ from torch import Tensor
 
 from penstock.executor.kernels import Fp8Rows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda import few_rows
+from penstock.executor.kernels.cuda import dequantize, few_rows
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.dequantize import DequantizeSpec, dequantize_piece
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
 from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
@@ -68,7 +67,9 @@ def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Ten
     (width, depth), (form, codes, scales, zeros, *_) = weight.shape, weight
     assert isinstance(form, Packed) and scales is not None
     per_byte, group = 8 // form.bits, depth // len(scales)
-    spec = DequantizeSpec(width, width, depth, per_byte * form.half, form.half, per_byte, group, zeros is not None)
+    spec = dequantize.DequantizeSpec(
+        width, width, depth, per_byte * form.half, form.half, per_byte, group, zeros is not None
+    )
     out = x.new_empty((len(x), width))
     rows = max(1, PIECE_BYTES // (PIECE_COLUMNS * depth * x.itemsize)) * PIECE_COLUMNS
     piece = x.new_empty((min(rows, width), depth))
@@ -76,7 +77,7 @@ def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Ten
         part = piece[: width - first]
         grid = depth // spec.step, triton.cdiv(len(part), PIECE_COLUMNS)
         tensors = codes, scales, codes if zeros is None else zeros, part
-        dequantize_piece[grid](*tensors, first, SPEC=spec, COLUMNS=PIECE_COLUMNS, num_warps=4)
+        dequantize.dequantize_piece[grid](*tensors, first, SPEC=spec, COLUMNS=PIECE_COLUMNS, num_warps=4)
         torch.mm(x, part.t(), out=out[:, first : first + rows])
     return out if bias is None else out.add_(bias)
 
