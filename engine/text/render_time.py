@@ -33,9 +33,9 @@ def tick() -> None:
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Limit the renderings of this thread, unless they are limited already."""
-    limit = _limit.get()
+def limited(most_s: float | None = None) -> Iterator[None]:
+    """Limit the renderings of this thread, by default to RENDER_S, unless they are limited already."""
+    limit, seconds = _limit.get(), RENDER_S if most_s is None else most_s
     token = _limit.set((monotonic() + seconds, seconds) if limit[0] == NEVER else limit)
     try:
         yield

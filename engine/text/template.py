@@ -16,7 +16,7 @@ from typing import Any
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.text.chat_messages import Message, PlainMessage, objects, plain, plain_messages
-from penstock.engine.text.render_time import RENDER_S, RenderTimeout, limited
+from penstock.engine.text.render_time import RenderTimeout, limited
 from penstock.engine.text.template_messages import (
     SYSTEM_ROLES,
     with_arguments_as_text,
@@ -59,6 +59,7 @@ class ChatTemplate:
         self._refuses_both = "Cannot pass both content and thinking" in self.source  # gpt-oss, in messages with calls
         self._has_developer = re.search(r"\bdeveloper\b", self.source) is not None
 
+    @limited()
     def render(
         self,
         messages: Sequence[Message],
@@ -75,34 +76,31 @@ class ChatTemplate:
         With `continue_final_message`, the prompt ends within the last message, so that the model continues its text.
         With `tools_as_text`, tools and their calls are written into the messages, for a template without tool support.
         """
-        with limited(RENDER_S):
-            if continue_final_message and add_generation_prompt:
-                raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
-            for name in ("messages", *self._special_tokens):
-                if name in template_kwargs:
-                    raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
-            chat, tools = self._with_system(plain_messages(messages)), objects(tools, "tools")
-            if continue_final_message and chat[-1].get("tool_calls"):
-                raise InvalidRequest(
-                    "continue_final_message", "the last message has calls; its text cannot be continued"
-                )
-            if tools_as_text:
-                chat, tools = without_tools(chat, tools), None
-            elif self._prints_arguments:
-                chat = with_arguments_as_text(chat)
-            if self._refuses_both:
-                chat = with_text_as_reasoning(chat)
-            mark = _mark_end(chat) if continue_final_message else ""
-            variables = {
-                **self._special_tokens,
-                "documents": None,
-                **plain(template_kwargs, "chat_template_kwargs"),
-                "messages": chat,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-            text = self._template(bool(tools))(variables)
-            return _cut(text, mark) if mark else text
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
+        for name in ("messages", *self._special_tokens):
+            if name in template_kwargs:
+                raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
+        chat, tools = self._with_system(plain_messages(messages)), objects(tools, "tools")
+        if continue_final_message and chat[-1].get("tool_calls"):
+            raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
+        if tools_as_text:
+            chat, tools = without_tools(chat, tools), None
+        elif self._prints_arguments:
+            chat = with_arguments_as_text(chat)
+        if self._refuses_both:
+            chat = with_text_as_reasoning(chat)
+        mark = _mark_end(chat) if continue_final_message else ""
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **plain(template_kwargs, "chat_template_kwargs"),
+            "messages": chat,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._template(bool(tools))(variables)
+        return _cut(text, mark) if mark else text
 
     def _with_system(self, chat: list[PlainMessage]) -> list[PlainMessage]:
         """Rewrite system and developer messages so that this template prints all of them."""

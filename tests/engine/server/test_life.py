@@ -188,7 +188,8 @@ def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) ->
 
 
 def test_a_template_that_loops_ends_with_a_400_while_the_server_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.text.template.RENDER_S", 60.0)  # of the rendering, which the test ends itself
+    # The test ends the rendering itself.
+    monkeypatch.setattr("penstock.engine.text.render_time.RENDER_S", 60.0)
     loops = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     template = ChatTemplate(loops + "{% endfor %}{% endif %}{{ messages[0].content }}")
     before = {*threading.enumerate()}

@@ -37,7 +37,7 @@ def test_endless_recursion_ends() -> None:
 
 @pytest.mark.parametrize("source", cases(__file__, "endless"))
 def test_a_template_that_takes_too_long_is_ended_and_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.text.template.RENDER_S", 0.2)
+    monkeypatch.setattr("penstock.engine.text.render_time.RENDER_S", 0.2)
     template = ChatTemplate(source)
     with pytest.raises(InvalidRequest, match="chat template takes longer than 0.2 s to render them"):
         template.render(MESSAGES)
