@@ -62,9 +62,8 @@ class ChoicesWriter(Writer):
             self.reply["usage"] = usage(call.answers, call.num_tokens, self._explains)
             return
         if self._options.include_usage:
-            self._events.append(
-                _event(self._named([]) | {"usage": usage(call.answers, call.num_tokens, self._explains)})
-            )
+            used = usage(call.answers, call.num_tokens, self._explains)
+            self._events.append(_event(self._named([]) | {"usage": used}))
         self._events.append(DONE)
 
     async def fail(self, error: HttpError) -> None:

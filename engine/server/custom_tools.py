@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.engine.grammar.source import check_pattern
-from penstock.engine.server.tool_schema import GrammarFormat, InputFormat
+from penstock.engine.server.tool_schema import Grammar, TextInput
 from penstock.engine.text.tools.reader import object_in
 
 _BEGIN = re.compile(r'\s{0,64}+\{\s{0,64}+"input"\s{0,64}+:\s{0,64}+"')
@@ -18,11 +18,11 @@ _CHARS = re.compile(
 )
 
 
-async def check_regexes(formats: Mapping[str, InputFormat | None]) -> None:
+async def check_regexes(formats: Mapping[str, TextInput | Grammar | None]) -> None:
     """Raise InvalidRequest for an invalid regex, by the path of its text. llguidance parses it without the GIL, at up to
     30 µs per character."""
     for field, form in formats.items():
-        if isinstance(form, GrammarFormat) and form.syntax == "regex":
+        if isinstance(form, Grammar) and form.syntax == "regex":
             await asyncio.to_thread(check_pattern, form.definition, field)
 
 

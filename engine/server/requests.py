@@ -20,7 +20,7 @@ from penstock.engine.options import refused_part
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server.lenient import declared
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
-from penstock.engine.server.tool_schema import CustomTool, Function, GrammarFormat, TextInput, as_function
+from penstock.engine.server.tool_schema import Function, Grammar, TextInput, as_function
 from penstock.engine.text.chat_messages import CalledFunction, Message, PastCall, TextPart
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
@@ -159,11 +159,6 @@ class ChatMessage(Message, kw_only=True, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
-
-
 class ChatGrammarFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
     grammar: Grammar
 
@@ -176,10 +171,8 @@ class ChatCustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: TextInput | ChatGrammarFormat | None = None
 
     @property
-    def grammar(self) -> GrammarFormat | None:
-        if not isinstance(self.format, ChatGrammarFormat):
-            return None
-        return GrammarFormat(self.format.grammar.syntax, self.format.grammar.definition)
+    def grammar(self) -> Grammar | None:
+        return self.format.grammar if isinstance(self.format, ChatGrammarFormat) else None
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +185,7 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         check_type(self.type, function=self.function is not _NO_FUNCTION, custom=self.custom is not None)
         if (custom := self.custom) is not None:
-            shown = as_function(CustomTool(custom.name, custom.description, custom.grammar))
+            shown = as_function(custom.name, custom.description, custom.grammar)
             msgspec.structs.force_setattr(self, "function", shown)
 
 

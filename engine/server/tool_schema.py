@@ -22,26 +22,27 @@ class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     """Any text is an input."""
 
 
-class GrammarFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
 
 
-InputFormat = TextInput | GrammarFormat
+class GrammarFormat(Grammar, frozen=True, tag_field="type", tag="grammar"):
+    """A grammar in the Responses API's form; chats nest it."""
 
 
 class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
     name: str
     description: str | None = None
-    format: InputFormat | None = None
+    format: TextInput | GrammarFormat | None = None
 
 
-def as_function(tool: CustomTool) -> Function:
-    """Return the function that the model is shown for a custom tool."""
-    text, description = {"type": "string"}, tool.description or ""
-    if isinstance(form := tool.format, GrammarFormat):
+def as_function(name: str, description: str | None, form: TextInput | Grammar | None) -> Function:
+    """Return the function that the model is shown for a custom tool whose input has this form."""
+    text, description = {"type": "string"}, description or ""
+    if isinstance(form, Grammar):
         kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
         description += f"\n\nThe input has to match this {kind}:\n{form.definition}"
         text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return Function(tool.name, description.strip(), schema)
+    return Function(name, description.strip(), schema)

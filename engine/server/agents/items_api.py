@@ -135,7 +135,10 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
         if any(tool.name == choice.name and tool.__struct_config__.tag != choice.type for tool in tools.values()):
             raise InvalidRequest("tool_choice.type", f"the tool {clip(choice.name)!r} has another type")
         fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
-    functions = {place: as_function(tool) if isinstance(tool, CustomTool) else tool for place, tool in tools.items()}
+    functions = {
+        place: as_function(tool.name, tool.description, tool.format) if isinstance(tool, CustomTool) else tool
+        for place, tool in tools.items()
+    }
     fields["tools"] = chat_tools(functions, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:

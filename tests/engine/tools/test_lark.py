@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.server.tool_schema import CustomTool, GrammarFormat, as_function
+from penstock.engine.server.tool_schema import Grammar, as_function
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS
@@ -142,7 +142,7 @@ def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if
 
 
 def test_a_regex_holds_the_whole_input_of_a_custom_tool() -> None:
-    shown = as_function(CustomTool("patch", format=GrammarFormat("regex", 'a|[b"\n]+c')))
+    shown = as_function("patch", None, Grammar("regex", 'a|[b"\n]+c'))
     held = lark(False, Calls(FORMATS["hermes"], [ToolSpec("patch", shown.parameters or {})], True, False))
     for text, is_right in {"a": True, 'b"\n"c': True, "": False, "ac": False, "ba": False, "a\n": False}.items():
         call = WRITERS["hermes"]([("patch", {"input": text})])
