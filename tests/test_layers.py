@@ -311,7 +311,7 @@ CLOSURES = {
 LOADED_FILES = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
-ours = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("penstock.")}
+ours = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if name.split(".")[0] == "penstock"}
 print(*(f"{name}={file}" for name, file in ours.items() if file))
 """
 
