@@ -34,7 +34,8 @@ def open_policy(path: Path) -> Any:
         name: each.float() if isinstance(each, torch.Tensor) else each.dequantize(torch.device("cpu"), torch.float32)
         for name, each in stored.items()
     }
-    policy.load_state_dict(numbers, strict=False)  # a tied head has no tensor of its own
+    missing, unexpected = policy.load_state_dict(numbers, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, "only a tied head has no tensor of its own"
     return policy
 
 
