@@ -15,7 +15,7 @@ from tests.support.router_stub import stub
 
 
 @pytest.mark.parametrize("rounds", range(6))
-def test_a_prober_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
+def test_a_probe_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     async def run() -> None:
         fleet = Fleet(RouterConfig(), lambda _replica: None)
         replica = fleet.add(Backend("http://127.0.0.1:1"))

@@ -139,7 +139,8 @@ def depth_splits(programs: int, depth: int, rows: int) -> int:
 
 
 def expert_splits(entries: int, width: int, depth: int) -> int:
-    """Return the splits of the depth of a down product by codes. Of few entries, each has a tile 32 columns wide."""
+    """Return the number of splits of the depth of an experts' down product by codes. Where every expert has few entries,
+    an entry has a tile of its own, half as wide as a linear layer's."""
     return min(MAX_EXPERT_SPLITS, depth_splits(entries * -(-width // 64), depth, 16))
 
 
