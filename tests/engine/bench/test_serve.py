@@ -81,13 +81,14 @@ def test_extra_fields_and_the_key_go_with_every_request(variable: str, monkeypat
 def test_no_more_requests_are_in_flight_than_allowed() -> None:
     running: list[Seen] = []
     numbers: list[int] = []
-    everyone = threading.Barrier(6)
+    pair, everyone = threading.Barrier(2), threading.Barrier(6)
 
     def slow(asked: Seen, sock: socket.socket) -> bytes:
         if is_post(asked):
             running.append(asked)
             numbers.append(len(running))
-            time.sleep(0.02)
+            pair.wait(60)
+            time.sleep(0.02)  # for a third request, if one is sent
             running.remove(asked)
         return speak_openai(asked, sock)
 

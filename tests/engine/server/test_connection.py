@@ -95,9 +95,6 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     assert answer.index(b'"abc"') < answer.index(b'"status"') < answer.index(b'"ab"')
 
 
-# Many.
-
-
 # Clients that do not read, and clients that leave.
 
 
