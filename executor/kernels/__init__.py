@@ -231,10 +231,9 @@ class BlockOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """Sampling on a GPU. On a CPU, executor/sampling/draw.py samples from the same distributions in a faster way.
-
-    The kernels use the Gumbel-max trick: they choose the token whose logit plus noise is largest. The noise depends
-    only on seed, position and token, so a request samples the same tokens in any batch, without a sum over all logits.
+    """Sampling. The kernels of a GPU use the Gumbel-max trick: they choose the token whose logit plus noise is largest.
+    The noise depends only on seed, position and token, so a request samples the same tokens in any batch, without a sum
+    over all logits. On a CPU, executor/sampling/draw.py samples from the same distributions in a faster way.
     """
 
     def choose(

@@ -22,7 +22,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int, is_invar
 
 
 def select_sampling_ops(device: torch.device) -> SamplingOps | None:
-    """Return the kernels that sample on a GPU. None on a CPU, where the sampler computes in plain torch."""
+    """Return the kernels that sample on a GPU. None on a CPU, where the sampler has its own."""
     return None if device.type == "cpu" else cuda_kernels().SAMPLING_OPS
 
 

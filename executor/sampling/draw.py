@@ -1,4 +1,4 @@
-"""Sampling on the CPU: thresholds of min-p, top-k and top-p, and drawing one token per row from weights.
+"""`SamplingOps` on the CPU: thresholds of min-p, top-k and top-p, and drawing one token per row from weights.
 
 Weights are exp((logit - largest) / temperature), so the largest is 1 and no softmax is needed. A filter keeps the
 tokens whose weight reaches a threshold, including ties with the last kept one. The vocabulary is never sorted: top-k,
@@ -8,15 +8,115 @@ No row influences another, not even in its last bit: sums run over blocks of fix
 gets the same tokens alone and in any batch. `torch.sum` over a long row does not guarantee that.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock import _csrc
+from penstock.executor.kernels import IN_PROMPT
 
 BLOCK = 256  # weights summed at once; rows are padded with zeros to a multiple of it
 CANDIDATES = 128  # a larger nucleus is found by bisection, at four times the cost
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE_AS_INT = 0x3F800000  # the bits of 1.0; positive floats are ordered like their bits
+_MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
+
+
+class CpuSampling:
+    """Implements `SamplingOps`. Weights of `part_rows` rows are processed at once; they stay in the CPU's cache."""
+
+    def __init__(self, vocab_size: int, part_rows: int) -> None:
+        # Columns beyond the vocabulary stay zero forever, so they are never drawn.
+        self._weights = torch.zeros(part_rows, -(-vocab_size // BLOCK) * BLOCK)
+        self._scratch = torch.empty_like(self._weights)
+        self._lib: Any = _csrc.lib
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        options = [option.numpy() for option in (temperature, min_p, top_k, top_p, seeds, positions)]
+        drawn = np.flatnonzero(options[0])
+        if len(drawn) < len(logits):
+            largest, tokens = _top(logits)
+        else:  # several times faster without the index
+            largest, tokens = logits.amax(-1).float(), torch.zeros(len(logits), dtype=torch.int64)
+        for first in range(0, len(drawn), len(self._weights)):
+            rows = drawn[first : first + len(self._weights)]
+            index, is_range = torch.from_numpy(rows), rows[-1] - rows[0] + 1 == len(rows)
+            part = logits[rows[0] : rows[-1] + 1] if is_range else logits[index]
+            tokens[index] = self._draw(part, largest[index, None], *(option[rows] for option in options))
+        finite = np.isfinite(largest.numpy())  # this takes a tenth of torch's time
+        return tokens if finite.all() else tokens * torch.from_numpy(finite), largest
+
+    def _draw(
+        self,
+        logits: Tensor,
+        largest: Tensor,
+        temperature: np.ndarray,
+        min_p: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        seeds: np.ndarray,
+        positions: np.ndarray,
+    ) -> Tensor:
+        """Draw a token for each row of logits [R, V], whose largest logits are [R, 1]."""
+        weights = self._weights[: len(logits)]
+        values, width = weights[:, : logits.shape[1]], weights.shape[1]
+        torch.sub(logits, largest, out=values)
+        if (divisors := _column(temperature, 1.0)) is not None:
+            values.div_(divisors)
+        values.exp_()
+        top_k = np.where(top_k > 0, np.minimum(top_k, width), width).astype(np.int64)
+        filters = _column(min_p, 0.0), _column(top_k, width), _column(top_p, 1.0)
+        max_top_k = int(top_k.max(where=top_k < width, initial=0))
+        filter_weights(weights, self._scratch[: len(weights)], *filters, max_top_k)
+        return draw(weights, torch.from_numpy(uniforms(seeds.view(np.uint64), positions))[:, None])
+
+    @staticmethod
+    def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
+        """Apply the penalties, but compute only the tokens that a request has seen."""
+        for row, slot, by in zip(rows.tolist(), slots.tolist(), coefficients.tolist(), strict=True):
+            (repetition, frequency, presence), seen, own = by, counts[slot].numpy(), logits[row].numpy()
+            ids = np.flatnonzero(seen)
+            sampled = (seen[ids] & (IN_PROMPT - 1)).astype(np.float32)
+            values = np.where(own[ids] > 0, own[ids] / repetition, own[ids] * repetition)
+            own[ids] = values - frequency * sampled - presence * sampled.clip(max=1)
+
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Mask in C: 10 to 15 µs for a bfloat16 row of 49,152; numpy.unpackbits and masked_fill_ took 75."""
+        assert logits.stride(1) == 1 and masks.is_contiguous()
+        self._lib.penstock_mask(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.element_size(),
+            _MINUS_INFINITY[logits.dtype],
+            rows.numpy().ctypes.data,
+            masks.numpy().ctypes.data,
+            *masks.shape,
+            logits.shape[1],
+        )
+
+
+def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's largest logit and its index. numpy is ten times as fast as torch at this."""
+    numbers = logits.float().numpy()
+    places = numbers.argmax(-1)
+    return torch.from_numpy(numbers[np.arange(len(places)), places]), torch.from_numpy(places)
+
+
+def _column(values: np.ndarray, neutral: float) -> Tensor | None:
+    """Return the values as [R, 1], or None if every row has the neutral value."""
+    return None if (values == neutral).all() else torch.from_numpy(values)[:, None]
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

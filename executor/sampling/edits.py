@@ -10,12 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock import _csrc
 from penstock.executor.kernels import IN_PROMPT, SamplingOps
 from penstock.executor.protocol import Admission, Sampling, is_penalized
 from penstock.executor.staging import send, send_list
-
-MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -34,26 +31,10 @@ class RowMasks(NamedTuple):
     rows: list[int]
     masks: np.ndarray
 
-    def apply(self, logits: Tensor, ops: SamplingOps | None = None) -> None:
+    def apply(self, logits: Tensor, ops: SamplingOps) -> None:
         """Set the logits [S, V] of tokens that a row may not sample to minus infinity, in place."""
-        if not self.rows:
-            return
-        if ops is not None:
+        if self.rows:
             ops.mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
-            return
-        # In C: 10 to 15 µs for a bfloat16 row of 49,152; numpy.unpackbits and masked_fill_ took 75.
-        assert logits.stride(1) == 1 and self.masks.flags["C_CONTIGUOUS"]
-        rows = np.array(self.rows, dtype=np.int64)
-        _csrc.lib.penstock_mask(
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.element_size(),
-            MINUS_INFINITY[logits.dtype],
-            rows.ctypes.data,
-            self.masks.ctypes.data,
-            *self.masks.shape,
-            logits.shape[1],
-        )
 
 
 class TokenCounts:
@@ -105,12 +86,12 @@ class Edits:
         self._penalized = [row for row, sampling in enumerate(samplings) if is_penalized(sampling)]
         if self._penalized:
             chosen = [samplings[row] for row in self._penalized]
-            self._penalties = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
+            penalties = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
             self._penalized_rows = send_list(self._penalized, torch.int64, device)  # [P]
             self._slots = send_list([requests[row].slot for row in self._penalized], torch.int64, device)  # [P]
-            self._coefficients = send_list(self._penalties, torch.float32, device)  # [P, 3]
+            self._coefficients = send_list(penalties, torch.float32, device)  # [P, 3]
 
-    def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenCounts, ops: SamplingOps | None = None) -> None:
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: TokenCounts, ops: SamplingOps) -> None:
         """Edit logits [R, stride] in place; only the vocabulary's columns matter. positions [R]: the number of tokens
         that each request has."""
         flat, vocab_size = logits.view(-1), seen.counts.shape[1]
@@ -123,25 +104,13 @@ class Edits:
                 flat.index_fill_(0, ids, -torch.inf)
         if self._biased is not None:
             flat.index_add_(0, self._biased, self._biases)
-        if self._penalized and ops is not None:
+        if self._penalized:
             ops.penalize(logits, self._penalized_rows, self._slots, seen.counts, self._coefficients)
-        elif self._penalized:
-            self._penalize(logits, seen)
 
     def count(self, tokens: Tensor, seen: TokenCounts) -> None:
         """Add the rows' sampled tokens [R] to `seen`."""
         if self._penalized:
             seen.add(self._slots, tokens[self._penalized_rows])
-
-    def _penalize(self, logits: Tensor, seen: TokenCounts) -> None:
-        """Apply the penalties on a CPU, where only the tokens that a request has seen are computed."""
-        slots = self._slots.tolist()
-        for row, slot, (repetition, frequency, presence) in zip(self._penalized, slots, self._penalties, strict=True):
-            counts, own = seen.counts[slot].numpy(), logits[row].numpy()
-            ids = np.flatnonzero(counts)
-            sampled = (counts[ids] & (IN_PROMPT - 1)).astype(np.float32)
-            values = np.where(own[ids] > 0, own[ids] / repetition, own[ids] * repetition)
-            own[ids] = values - frequency * sampled - presence * sampled.clip(max=1)
 
     def _stop_ids(self, positions: np.ndarray) -> Tensor | None:
         """Return stop tokens of rows that have not sampled min_tokens yet; they change at most once per row."""

@@ -32,13 +32,15 @@ BatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # Tensors of the attention groups after the first: `ForwardBatch.other_groups`.
 GroupTensors = tuple[tuple[Tensor, Tensor], ...]
 ONE_GROUP = CacheLayout()
+# The sampling options of a slot on a CPU, in the order of the arguments of `SamplingOps.choose`.
+OPTIONS = {"temperature": "f4", "min_p": "f4", "top_k": "i4", "top_p": "f4", "seed": "u8"}
 
 
 class Samples(NamedTuple):
     """The token targets and sampling options of the S rows that sample."""
 
     targets: Tensor  # [S] int64: indices of the sampled tokens in the flattened token table
-    options: tuple[Tensor, ...] | None  # the arguments of `SamplingOps.choose` after the logits; None on a CPU
+    options: tuple[Tensor, ...]  # the arguments of `SamplingOps.choose` after the logits
 
 
 class PaddedSize(NamedTuple):
@@ -66,9 +68,12 @@ class HostInputs:
         self._blocks, *self._others = np.zeros((cache_layout.attention_groups, num_slots, max_blocks), dtype=np.int32)
         # For each slot, the pages that its rows read their state from and write it to.
         self._states = np.zeros((num_slots, 2, cache_layout.state_pages), dtype=np.int32)
+        self._options = {name: np.zeros(num_slots, kind) for name, kind in OPTIONS.items()}
 
-    def admit(self, slot: int, tokens: np.ndarray, _sampling: Sampling) -> None:
+    def admit(self, slot: int, tokens: np.ndarray, sampling: Sampling) -> None:
         self._tokens[slot, : len(tokens)] = tokens
+        for name, column in self._options.items():
+            column[slot] = getattr(sampling, name)
 
     def put(self, targets: Tensor, tokens: Tensor) -> None:
         """Store sampled tokens [S] at their indices in the flattened token table."""
@@ -103,8 +108,9 @@ class HostInputs:
         others = tuple(self._in_blocks(table, layout, slot_of, is_skipped) for table in self._others)
         tensors = tokens, positions, kv_cells, starts, contexts, tables
         batch = _make_batch(layout, tensors, indices, others, self._group_of, self._state_batch(layout))
-        targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
-        return batch, Samples(_tensor(targets), None)
+        slots, ends = layout.slots[layout.samples], _tensor(layout.context_lens[layout.samples])
+        *options, seeds = (torch.from_numpy(column[slots]) for column in self._options.values())
+        return batch, Samples(_tensor(slots * self.width) + ends, (*options, seeds.view(torch.int64), ends))
 
     def _in_blocks(
         self, table: np.ndarray, layout: Layout, slot_of: np.ndarray, is_skipped: np.ndarray | None

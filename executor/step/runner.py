@@ -285,9 +285,8 @@ class ModelRunner:
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            ops = self._sampler.ops
-            if masks is None and ends.options is not None and ops is not None and self._is_plain[slots].all():
-                drawn, largest = ops.choose(logits, *ends.options)
+            if masks is None and self._is_plain[slots].all():
+                drawn, largest = self._sampler.ops.choose(logits, *ends.options)
                 launched.sampled = SampledTokens(drawn, largest.expand(2, -1), [])
             else:
                 requests = [self._admissions[slot] for slot in slots.tolist()]

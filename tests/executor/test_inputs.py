@@ -115,7 +115,8 @@ def test_a_device_makes_of_any_step_what_the_host_makes(seed: int, payload: int,
             for name in expected.__slots__:
                 assert_equal(name, getattr(own, name), getattr(others, name), expected.context_lens)
         assert torch.equal(ends.targets, expected_ends.targets)
-        assert ends.options is not None
+        for option, other in zip(ends.options, expected_ends.options, strict=True):
+            assert option.dtype == other.dtype and torch.equal(option, other)
         *_, top_k, _, _, positions = ends.options
         assert positions.tolist() == arranged.context_lens[arranged.samples].tolist()
         assert top_k.tolist() == arranged.slots[arranged.samples].tolist()

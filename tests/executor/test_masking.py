@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step, TokenLogprobs
+from penstock.executor.sampling.draw import CpuSampling
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
 from tests.executor.test_sampler import admit, sample
@@ -34,7 +35,7 @@ def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(
     logits = torch.randn(5, vocab_size).to(dtype)
     before = logits.clone()
     chosen = [set(range(0, vocab_size, 3)), {vocab_size - 1}, set()]
-    RowMasks([4, 0, 2], bits(*chosen, vocab_size=vocab_size)).apply(logits)
+    RowMasks([4, 0, 2], bits(*chosen, vocab_size=vocab_size)).apply(logits, CpuSampling(vocab_size, 1))
     for row, allowed in zip((4, 0, 2), chosen, strict=True):
         kept = torch.tensor([token in allowed for token in range(vocab_size)])
         assert torch.equal(logits[row][kept], before[row][kept])

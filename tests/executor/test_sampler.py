@@ -34,8 +34,8 @@ def admit(sampler: Sampler, slot: int, sampling: Sampling, tokens: list[int], nu
     return request
 
 
-def options_on_device(requests: list[Admission], positions: list[int]) -> tuple[torch.Tensor, ...] | None:
-    """The options of the rows' draws as a step gets them from the state of a GPU."""
+def options_on_device(requests: list[Admission], positions: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return the options of the rows' draws as a step gets them from the state of a GPU."""
     inputs = DeviceInputs(SLOTS, max(positions), 16, len(positions), torch_inputs, CPU)
     for request in requests:
         inputs.admit(request.slot, np.zeros(1, np.int32), request.sampling)
@@ -47,8 +47,7 @@ def sample(
     sampler: Sampler, logits: torch.Tensor, rows: list[Admission], positions: list[int], masks: RowMasks | None = None
 ) -> Sampled:
     """Start and wait; return tokens [S], and log-probabilities and failures by row."""
-    options = None if sampler.ops is None else options_on_device(rows, positions)
-    sampled = sampler.start(logits, rows, np.array(positions), masks, options)
+    sampled = sampler.start(logits, rows, np.array(positions), masks, options_on_device(rows, positions))
     sampled.post(Outbox(logits.device))
     return sampled.tokens, *sampled.wait()[1:]
 
@@ -388,9 +387,9 @@ def test_plain_greedy_rows_make_no_copy_of_the_logits() -> None:
     sampler = Sampler(VOCAB, SLOTS, CPU)
     sampling = Sampling(temperature=0.0, stop_ids=(2,), top_p=0.5, top_k=3)
     requests = [admit(sampler, slot, sampling, [1], 1) for slot in range(SLOTS)]
-    logits = torch.randn(SLOTS, VOCAB)
+    logits, options = torch.randn(SLOTS, VOCAB), options_on_device(requests, [1] * SLOTS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        sampled = sampler.start(logits, requests, np.ones(SLOTS, dtype=np.int64))
+        sampled = sampler.start(logits, requests, np.ones(SLOTS, dtype=np.int64), None, options)
     assert torch.equal(sampled.tokens, logits.argmax(-1))
     largest = max((event.self_cpu_memory_usage for event in profile.key_averages()), default=0)
     assert largest < VOCAB * 4
