@@ -1,6 +1,7 @@
 """A backend of raw sockets that does what a test says: answer, break off, stall, send rubbish."""
 
 import contextlib
+import itertools
 import json
 import socket
 import socketserver
@@ -41,6 +42,12 @@ def ok(seen: Seen, sock: socket.socket) -> bytes:
 
 def hang_up(seen: Seen, sock: socket.socket) -> None:
     """Read the request, and break the connection."""
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """Return an answer that gives these one after the other, and the last one for ever, also as the answer of several stubs."""
+    turns = itertools.chain(answers, itertools.repeat(answers[-1]))
+    return lambda seen, sock: next(turns)(seen, sock)
 
 
 def endless(seen: Seen, sock: socket.socket) -> None:
