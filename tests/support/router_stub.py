@@ -50,6 +50,18 @@ def in_turn(*answers: Answer) -> Answer:
     return lambda seen, sock: next(turns)(seen, sock)
 
 
+def first_fails(broken: Answer, others: Answer) -> Answer:
+    """Return an answer for several stubs: the one that is asked first always gives `broken`, and the rest `others`."""
+    hosts: list[list[bytes]] = []
+
+    def answer(seen: Seen, sock: socket.socket) -> bytes | None:
+        host = seen.header(b"host")
+        hosts.append(host)
+        return (broken if host == hosts[0] else others)(seen, sock)
+
+    return answer
+
+
 def endless(seen: Seen, sock: socket.socket) -> None:
     """Stream as fast as the router reads, without an end."""
     sock.sendall(STREAM)
