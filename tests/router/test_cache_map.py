@@ -1,4 +1,4 @@
-"""What the placement believes when streams lose, repeat, reorder, forge, stall and come back."""
+"""The map of cached blocks: streams stall and come back, guesses, deeper tiers, other block sizes, limits."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def knowledge(placement: Placement, name: str) -> str:
     return str(placement.view()[name]["knowledge"])
 
 
-def test_placements_without_a_match_are_counted_by_reason_and_unknown_ids_are_a_warning(
+def test_placements_without_a_match_are_counted_by_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     placement, _ = fleet(1)
@@ -29,7 +29,7 @@ def test_placements_without_a_match_are_counted_by_reason_and_unknown_ids_are_a_
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "--tokenizer" in caplog.text
 
 
-def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_events() -> None:
+def test_the_placement_guesses_while_events_stall() -> None:
     placement, clock = fleet(1)
     live(placement, "r0")
     assert knowledge(placement, "r0") == "events" and placement.metrics()["approximate_replicas"] == 0
@@ -48,7 +48,7 @@ def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_event
     placement.check()
 
 
-def test_a_guess_forgets_about_as_the_replica_does() -> None:
+def test_a_guess_forgets_at_about_the_pace_of_the_replica() -> None:
     placement, _ = fleet(0)
     placement.add_replica("r0", ReplicaInfo(b"model", 16, num_blocks=100))
     placement.set_available("r0", True)
@@ -63,21 +63,12 @@ def test_another_process_behind_the_same_address_starts_with_an_empty_cache() ->
     placement, _ = fleet(1)
     live(placement, "r0", ids(1))
     placement.apply_events("r0", [Hello("r0", "sha256", b"model", 16, 1000)])
-    assert cached(placement, ids(1)) == {"r0": 160}, "the same process: what it had it still has"
+    assert cached(placement, ids(1)) == {"r0": 160}, "the same process still has its blocks"
     placement.apply_events("r0", [Hello("another", "sha256", b"model", 16, 1000)])
     assert cached(placement, ids(1)) == {"r0": 0}
 
 
-def test_after_a_lost_event_the_next_one_counts_and_a_snapshot_is_needed() -> None:
-    placement, _ = fleet(1)
-    live(placement, "r0", ids(1))
-    assert not placement.needs_snapshot("r0")
-    placement.apply_events("r0", [Changes(2, "device", short_keys(ids(2)), b"")])
-    assert placement.needs_snapshot("r0") and placement.view()["r0"]["events_gaps"] == 1
-    assert cached(placement, ids(1)) == cached(placement, ids(2)) == {"r0": 160}
-
-
-def test_a_snapshot_in_parts_replaces_what_was_known() -> None:
+def test_a_snapshot_in_parts_replaces_the_blocks_before() -> None:
     placement, _ = fleet(1)
     live(placement, "r0", ids(1))
     keys = short_keys(ids(2))
@@ -107,7 +98,7 @@ def test_deeper_tiers_count_in_part_and_only_where_they_reach_further() -> None:
 
 
 @pytest.mark.parametrize("is_slot_new", [False, True])
-def test_what_was_learned_since_a_prompt_was_prepared_counts(is_slot_new: bool) -> None:
+def test_events_that_came_after_a_prompt_was_prepared_count(is_slot_new: bool) -> None:
     placement, _ = fleet(2)
     if not is_slot_new:
         live(placement, "r1")
@@ -118,7 +109,7 @@ def test_what_was_learned_since_a_prompt_was_prepared_counts(is_slot_new: bool) 
     assert cached(placement, ids(1), "salt") == {"r0": 0, "r1": 0} == cached(placement, ids(1), None, "lora")
 
 
-def test_replicas_of_several_block_sizes_and_fingerprints_are_each_matched_by_their_own_keys() -> None:
+def test_each_block_size_and_fingerprint_is_matched_by_its_own_keys() -> None:
     placement, _ = fleet(1)
     placement.add_replica("big", ReplicaInfo(b"model", 32, 500))
     placement.add_replica("other", ReplicaInfo(b"other", 32, 500))
@@ -145,7 +136,7 @@ def test_a_stream_may_name_as_many_keys_as_its_limit_and_others_keep_theirs() ->
     assert cached(placement, ids(1))["r1"] == 160 and placement.metrics()["index_reserved_bytes"] == reserved
 
 
-def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the_next() -> None:
+def test_the_row_of_a_removed_replica_serves_the_next_one() -> None:
     placement, _ = fleet(2)
     charges = [placement.choose(placement.prepare(ids(seed)), num_tokens=160) for seed in range(6)]
     placement.remove_replica("r0")
@@ -166,9 +157,9 @@ def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the
     placement.check()
 
 
-@pytest.mark.parametrize(("given", "message"), table(__file__, "replicas"))
-def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("info", "message"), table(__file__, "replicas"))
+def test_an_impossible_replica_is_refused_with_its_field(info: dict[str, Any], message: str) -> None:
     placement, _ = fleet(0)
     with pytest.raises(ValueError, match=message):
-        placement.add_replica("r0", ReplicaInfo(**given))
+        placement.add_replica("r0", ReplicaInfo(**info))
     placement.check()

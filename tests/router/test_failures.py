@@ -256,7 +256,7 @@ FAILURES: dict[str, tuple[str, Sequence[Answer], int, bytes, int, int]] = {
 @pytest.mark.parametrize(
     ("path", "answers", "code", "words", "num_asked", "num_failures"), FAILURES.values(), ids=FAILURES
 )
-def test_failing_replicas(
+def test_each_kind_of_failure_has_its_answer(
     path: str, answers: Sequence[Answer], code: int, words: bytes, num_asked: int, num_failures: int
 ) -> None:
     """One request is sent to a fleet that gives these answers in turn, whichever replicas are chosen."""

@@ -21,7 +21,7 @@ NUM_CLIENTS = 150
 
 
 @pytest.mark.parametrize("is_hard", [False, True])
-def test_more_streams_than_descriptors_get_an_answer_each_and_no_replica_is_blamed(is_hard: bool) -> None:
+def test_more_streams_than_descriptors_are_answered_and_blame_no_replica(is_hard: bool) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     stream = Hold(b"0\r\n\r\n", first=STREAM + EVENT)
     with stub(stream) as one, stub(stream) as other, contextlib.ExitStack() as stack:
@@ -45,17 +45,17 @@ def test_more_streams_than_descriptors_get_an_answer_each_and_no_replica_is_blam
     assert [(each["state"], each["failures"]) for each in replicas] == [("up", 0), ("up", 0)]
 
 
-def test_without_a_descriptor_left_a_client_gets_a_503_and_the_replica_stays_up(
+def test_without_a_descriptor_left_the_answer_is_503_and_the_replica_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failed = []
+    errors = []
 
     class Loop:
         """A running loop whose process has no descriptor left."""
 
         async def create_connection(self, *_: object) -> None:
-            failed.append(1)
-            raise OSError(errno.EMFILE, "Too many open files")
+            errors.append(OSError(errno.EMFILE, "Too many open files"))
+            raise errors[-1]
 
         def __getattr__(self, name: str) -> Any:
             return getattr(asyncio.get_running_loop(), name)
@@ -63,15 +63,9 @@ def test_without_a_descriptor_left_a_client_gets_a_503_and_the_replica_stays_up(
     with stub() as backend, running_router(backend.url) as router:
         replica = router.fleet.replicas[backend.url]
         monkeypatch.setattr(upstream, "asyncio", SimpleNamespace(**vars(asyncio) | {"get_running_loop": Loop}))
-
-        def has_no_connection_left() -> bool:
-            """One may have been in the making."""
-            router.call(replica.pool.close)
-            return len(failed) > 2
-
-        until(has_no_connection_left)
+        until(lambda: router.call(replica.pool.close) or len(errors) > 2)  # a connection may have been in the making
         answers = [router.complete(model="m") for _ in range(6)]
-        until(lambda: len(failed) > 12)  # the probes fail in the same way
+        until(lambda: len(errors) > 12)  # the probes fail in the same way
         assert [answer.status_code for answer in answers] == [503] * 6
         assert "Too many open files" in answers[0].text and answers[0].headers["retry-after"] == "1"
         assert (replica.state, replica.num_failures) == ("up", 0)

@@ -1,4 +1,4 @@
-"""Where requests go: knowledge, policy, load."""
+"""The placement: load, the learned costs, and gaps in the streams of cache events."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def short_keys(tokens: bytes, salt: str | None = None) -> bytes:
 
 
 def live(placement: Placement, name: str, tokens: bytes = b"", seq: int = 0) -> None:
-    """The replica's event stream stands and says that it holds this prompt."""
+    """Begin the replica's event stream, with a snapshot that holds this prompt."""
     keys = short_keys(tokens)
     placement.apply_events(name, [Hello(name, "sha256", b"model", 16, 1000), Snapshot(seq, "device", keys, True, True)])
 
@@ -68,7 +68,7 @@ def test_load_is_released_exactly_once(ending: str) -> None:
     placement.check()
 
 
-def test_the_oldest_request_keeps_its_progress_when_another_one_ends() -> None:
+def test_the_oldest_request_keeps_its_progress_when_another_ends() -> None:
     placement, clock = fleet(1)
     first, second, third = (placement.choose(None, num_tokens=num_tokens) for num_tokens in (1000, 100, 300))
     assert first is not None and second is not None and third is not None
@@ -80,7 +80,7 @@ def test_the_oldest_request_keeps_its_progress_when_another_one_ends() -> None:
     assert placement.loads.backlog_of(0, clock.now_s + 0.25) == 300 - 250
 
 
-def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
+def test_the_cost_of_an_answer_in_flight_is_learned_from_streams() -> None:
     """Steps of 50 ms, shared by two: an answer delays a first token by 25 ms, not by the 4 ms of the beginning."""
     placement, clock = fleet(2, wear=0.0)
 
@@ -114,7 +114,7 @@ def test_what_an_answer_in_flight_costs_is_learned_from_streams() -> None:
         charge.release(True)
 
 
-def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
+def test_after_a_gap_changes_still_count_until_a_snapshot_replaces_them() -> None:
     placement, _ = fleet(1)
     prompt = ids(1)
     assert placement.needs_snapshot("r0")
@@ -128,6 +128,7 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     live(placement, "r0", prompt, seq=8)
     placement.apply_events("r0", [Changes(10, "device", b"", short_keys(prompt)[-16:])])
     assert placement.needs_snapshot("r0") and cached(placement, prompt) == {"r0": 128}
+    assert placement.view()["r0"]["events_gaps"] == 2
     live(placement, "r0", seq=12)
     assert not placement.needs_snapshot("r0") and cached(placement, prompt) == {"r0": 0}
     placement.check()

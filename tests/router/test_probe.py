@@ -1,4 +1,4 @@
-"""Probing, by itself."""
+"""The probes of a replica: they survive bugs, late answers and impossible ones."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support.router_stub import stub
 
 
 @pytest.mark.parametrize("rounds", range(6))
-def test_a_probe_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
+def test_a_probe_that_is_closed_when_it_becomes_due_ends(rounds: int) -> None:
     async def run() -> None:
         fleet = Fleet(RouterConfig(), lambda _replica: None)
         replica = fleet.add(Backend("http://127.0.0.1:1"))
@@ -31,18 +31,18 @@ def test_a_probe_that_is_closed_as_evidence_comes_in_ends(rounds: int) -> None:
     asyncio.run(run())
 
 
-def test_a_replica_that_is_taken_out_while_it_is_asked_does_not_push_out_its_successor() -> None:
+def test_the_late_answer_of_a_removed_replica_does_not_replace_its_successor() -> None:
     fleet = Fleet(RouterConfig(), lambda _replica: None)
     before = fleet.add(Backend("http://127.0.0.1:1"))
     fleet.detach(before)
     after = fleet.add(Backend("http://127.0.0.1:1"))
-    for replica in (after, before):  # the answer of the one before comes late
+    for replica in (after, before):  # the removed one answers late
         fleet.assign_group(replica, "m", ("m",), ReplicaInfo())
     assert fleet.group_of("m").replicas == {after.url: after}
     fleet.check()
 
 
-def test_a_replica_with_impossible_blocks_harms_no_other_and_can_be_taken_out() -> None:
+def test_a_replica_with_an_impossible_block_size_harms_no_other() -> None:
     with stub() as good, stub() as bad:
         bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
         with running_router(good.url, bad.url, wait_for=1, admin_api_keys=(ADMIN,)) as router:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import random
 import socket
-import threading
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +19,7 @@ from penstock.router.fleet.replica import (
     Replica,
     State,
 )
-from tests.support.router_stub import Seen, stub
+from tests.support.router_stub import Hold, stub
 
 
 def up() -> Replica:
@@ -33,26 +33,40 @@ def state(replica: Replica) -> State:
     return replica.state
 
 
-def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not() -> None:
+EVENTS: dict[str, Callable[[Replica], None]] = {
+    "passed": lambda replica: replica.probe_passed(1.0),
+    "refused": lambda replica: replica.probe_refused("no", is_draining=False),
+    "silent": Replica.probe_timed_out,
+    "broke": lambda replica: replica.connection_broke("reset", 0.0),
+    "failed": lambda replica: replica.failed("500", 0.0),
+    "answered": Replica.answered,
+    "draining": Replica.reported_draining,
+    "removed": Replica.remove,
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("silent", "up"),  # one unanswered probe is a busy moment
+        (MAX_SILENT_PROBES * "silent ", "down"),
+        (MAX_SILENT_PROBES * "silent " + "passed", "up"),
+        ("silent passed silent", "up"),
+        ("broke", "suspect"),
+        ("broke passed", "up"),
+        (FAILURES_TO_EJECT * "failed ", "ejected"),
+        (5 * FAILURES_TO_EJECT * "failed answered ", "up"),
+        ("removed passed refused silent silent broke draining", "removing"),
+    ],
+)
+def test_the_state_follows_from_probes_and_requests(events: str, expected: State) -> None:
     replica = up()
-    for _ in range(MAX_SILENT_PROBES - 1):
-        replica.probe_timed_out()
-    assert state(replica) == "up"
-    replica.probe_timed_out()
-    assert state(replica) == "down"
-    replica.probe_passed(1.0)
-    assert state(replica) == "up"
+    for event in events.split():
+        EVENTS[event](replica)
+    assert (state(replica), replica.is_up) == (expected, expected == "up")
 
 
-def test_a_broken_connection_is_a_suspicion_that_a_probe_clears() -> None:
-    replica = up()
-    replica.connection_broke("reset", 0.0)
-    assert (replica.state, replica.is_up) == ("suspect", False)
-    replica.probe_passed(0.1)
-    assert state(replica) == "up"
-
-
-def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succeeds() -> None:
+def test_each_ejection_is_longer_until_a_trial_succeeds() -> None:
     replica, now_s = up(), 0.0
     lengths: list[float] = []
     for _ in range(8):
@@ -73,30 +87,6 @@ def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succe
     assert state(replica) == "trial"  # after the first, short ejection again
 
 
-def test_a_success_between_failures_starts_the_count_anew() -> None:
-    replica = up()
-    for _ in range(5 * FAILURES_TO_EJECT):
-        replica.failed("500", 0.0)
-        replica.answered()
-    assert state(replica) == "up"
-
-
-def test_what_was_removed_stays_removed() -> None:
-    replica = up()
-    replica.remove()
-    replica.probe_passed(1.0)
-    replica.probe_refused("no", is_draining=False)
-    replica.probe_timed_out()
-    replica.probe_timed_out()
-    replica.connection_broke("gone", 0.0)
-    replica.reported_draining()
-    assert state(replica) == "removing"
-
-
-def hang(_seen: Seen, _sock: socket.socket) -> None:
-    threading.Event().wait(60)
-
-
 def died(url: str, patience_s: float = 60.0) -> bool:
     async def ask() -> bool:
         replica = Replica(Backend(url), connect_timeout_s=patience_s)
@@ -108,13 +98,13 @@ def died(url: str, patience_s: float = 60.0) -> bool:
     return asyncio.run(ask())
 
 
-def test_only_a_process_that_takes_no_connection_or_leaves_it_without_a_byte_has_died() -> None:
+def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
     with stub() as backend:
         url = backend.url
         assert not died(url)
         backend.questions[b"/health"] = lambda _seen, _sock: b"\0\1\2"
         assert not died(url)  # something is there
-        backend.questions[b"/health"] = hang
+        backend.questions[b"/health"] = Hold()
         assert not died(url, patience_s=0.3)  # perhaps it is busy
         backend.is_dying = True
         assert died(url)
@@ -122,12 +112,14 @@ def test_only_a_process_that_takes_no_connection_or_leaves_it_without_a_byte_has
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-3, "no answer")])
-def test_what_fails_here_says_nothing_of_a_replica(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_router_itself_is_no_death_of_a_replica(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", Mock(side_effect=error))
     assert not died("http://127.0.0.1:1")
 
 
-def test_retries_over_time_are_a_share_of_requests_however_many_fail() -> None:
+def test_retries_over_time_are_at_most_their_share_of_the_requests() -> None:
     for seed in range(5):
         rng, budget, retried = random.Random(seed), RetryBudget(0.15), 0
         for _ in range(10_000):
@@ -136,7 +128,7 @@ def test_retries_over_time_are_a_share_of_requests_however_many_fail() -> None:
         assert retried <= 0.15 * 10_000 + RESERVE
 
 
-def test_a_replica_that_dies_with_its_share_of_a_busy_fleet_is_made_up_for() -> None:
+def test_the_budget_suffices_for_a_replica_that_dies_in_a_busy_fleet() -> None:
     budget = RetryBudget(0.15)
     for _ in range(1000):
         budget.deposit(num_in_flight=128)

@@ -202,7 +202,7 @@ FAILURES: dict[str, tuple[Answer, Answer | None, int, bytes, dict[str, int]]] = 
 
 
 @pytest.mark.parametrize(("prefill", "decode", "code", "body", "counts"), FAILURES.values(), ids=FAILURES)
-def test_failing_replicas(
+def test_each_kind_of_failure_has_its_answer(
     prefill: Answer, decode: Answer | None, code: int, body: bytes, counts: dict[str, int]
 ) -> None:
     """Both prefill replicas and the decode replica answer so."""
