@@ -3,22 +3,21 @@
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
-from tests.support.raw_http import connect, status
+from tests.support.raw_http import clients, exchange, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import mock_replicas, running_router, stub_fleet
-from tests.support.router_stub import Seen, hang_up, ok, stub, whole
+from tests.support.router_stub import EVENT, STREAM, Hold, Seen, hang_up, in_turn, ok, stub, whole
 from tests.support.running_server import until
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with collecting() as found:
-        yield found
+    with collecting() as started:
+        yield started
 
 
 def headers(flag: str = "01") -> dict[str, str]:
@@ -63,26 +62,18 @@ def test_a_request_is_one_trace_through_router_and_engine(collector: Collector) 
 
 
 def context(root: SpanSeen, attempt: SpanSeen, is_joined: bool) -> bytes:
-    """The `traceparent` of an attempt; a trace that begins here also says that its id is random."""
+    """Return the `traceparent` of an attempt; a trace that begins in the router also says that its id is random."""
     return f"00-{root.trace_id}-{attempt.span_id}-{'01' if is_joined else '03'}".encode()
 
 
-@pytest.mark.parametrize(("given", "passes", "is_joined"), table(__file__, "contexts", TRACE=TRACE, PARENT=PARENT))
+@pytest.mark.parametrize(("lines", "state", "is_joined"), table(__file__, "contexts", TRACE=TRACE, PARENT=PARENT))
 def test_a_replica_gets_one_context_which_names_the_attempt(
-    collector: Collector, given: list[str], passes: str | None, is_joined: bool
+    collector: Collector, lines: list[str], state: str | None, is_joined: bool
 ) -> None:
-    """Of requests that are read quickly, and of those that only the parser reads."""
-    with (
-        stub() as replica,
-        running_router(replica.url, telemetry=traced(collector)) as router,
-    ):
-        body = b'{"prompt":"abc"}'
-        lines = [*given, "content-type: application/json", f"content-length: {len(body)}", "x-traceparent: kept"]
-        for others in ([], ["keep-alive: 5"]):
-            head = ["POST /v1/completions HTTP/1.1", "host: localhost", *lines, *others, "", ""]
-            with connect(router.port) as sock:
-                sock.sendall("\r\n".join(head).encode() + body)
-                assert status(sock.recv(4096)) == 200
+    headers = [line.encode() for line in (*lines, "x-traceparent: kept")]
+    with stub() as replica, running_router(replica.url, telemetry=traced(collector)) as router:
+        for others in ([], [b"keep-alive: 5"]):  # which only the parser reads
+            assert status(exchange(router.port, post(b'{"prompt":"abc"}', *headers, *others))) == 200
         roots = {span.span_id: span for span in collector.named("POST /v1/completions", 2)}
         pairs = [(attempt, roots.pop(str(attempt.parent_id))) for attempt in collector.named("attempt", 2)]
     assert {seen.header(b"traceparent")[0] for seen in replica.seen} == {
@@ -90,19 +81,19 @@ def test_a_replica_gets_one_context_which_names_the_attempt(
     }
     for seen in replica.seen:
         assert len(seen.header(b"traceparent")) == 1
-        assert seen.header(b"tracestate") == ([] if passes is None else [passes.encode()])
+        assert seen.header(b"tracestate") == ([] if state is None else [state.encode()])
         assert seen.header(b"x-traceparent") == [b"kept"]
     assert all((root.trace_id == TRACE) == is_joined and attempt.trace_id == root.trace_id for attempt, root in pairs)
 
 
 def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Collector) -> None:
-    def once_asked(seen: Seen, sock: socket.socket) -> bytes:
+    def answer(seen: Seen, sock: socket.socket) -> bytes:
         until(lambda: bool(prefill.seen))  # the first byte of an answer ends what the prefill replica is asked
         return whole()
 
     with (
         stub() as prefill,
-        stub(once_asked) as decode,
+        stub(answer) as decode,
         running_router(
             decode.url,
             f"{prefill.url},prefill=10.0.0.5:9100",
@@ -125,16 +116,18 @@ def test_another_attempt_is_another_span_under_the_same_request(collector: Colle
         roots = collector.named("POST /v1/completions", 2)
         attempts = collector.named("attempt", 3)
     retried = next(root for root in roots if root.attributes["penstock.router.attempts"] > 1)
-    first, *_, second = sorted(of(attempts, retried), key=lambda span: span.begun_ns)
+    children = [span for span in attempts if span.parent_id == retried.span_id]
+    first, *_, second = sorted(children, key=lambda span: span.begun_ns)
     assert first.is_failed and first.attributes["error.type"] == "lost"
     assert not second.is_failed and second.attributes["http.response.status_code"] == 200
     assert not retried.is_failed
 
 
 def test_an_attempt_without_an_answer_has_no_status_of_an_earlier_one(collector: Collector) -> None:
-    answers = iter([whole(b"{}", b"503 Service Unavailable"), None])  # busy, and then one hangs up
-    replicas = 2 * [lambda seen, sock: next(answers)]
-    with stub_fleet(*replicas, telemetry=traced(collector), policy="round-robin") as (router, _):
+    busy = whole(b"{}", b"503 Service Unavailable")
+    with stub_fleet(
+        *2 * [in_turn(lambda seen, sock: busy, hang_up)], telemetry=traced(collector), policy="round-robin"
+    ) as (router, _):
         assert router.complete().status_code == 503
         attempts = sorted(collector.named("attempt", 2), key=lambda span: span.begun_ns)
     assert [span.attributes["penstock.router.outcome"] for span in attempts] == ["busy", "lost"]
@@ -142,52 +135,41 @@ def test_an_attempt_without_an_answer_has_no_status_of_an_earlier_one(collector:
     assert attempts[1].attributes["error.type"] == "lost"
 
 
-def of(spans: list[SpanSeen], parent: SpanSeen) -> list[SpanSeen]:
-    return [span for span in spans if span.parent_id == parent.span_id]
-
-
-def test_what_is_refused_and_who_leaves_is_seen(collector: Collector) -> None:
+def test_a_refused_request_and_a_client_that_leaves_are_recorded(collector: Collector) -> None:
+    refused, streams = whole(b"{}", b"400 Bad Request"), Hold(first=STREAM + EVENT)
     with (
-        mock_replicas(1, inter_token_s=0.02) as (replica,),
+        stub(in_turn(lambda seen, sock: refused, streams)) as replica,
         running_router(replica.url, telemetry=traced(collector)) as router,
     ):
-        assert router.complete(temperature=9).status_code == 400
-        refused = collector.one("POST /v1/completions")
-        body: dict[str, Any] = {"prompt": "abc", "max_tokens": 500, "stream": True}
-        with router.http.stream("POST", "/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+        assert router.complete().status_code == 400
+        first = collector.one("POST /v1/completions")
+        with clients(router.port, post()) as (sock,):
+            assert b"data: a" in sock.recv(4096)
         left = collector.named("POST /v1/completions", 2)[1]
         attempts = collector.named("attempt", 2)
-    assert refused.attributes["error.type"] == "400" and not refused.is_failed
+    assert first.attributes["error.type"] == "400" and not first.is_failed
     assert left.attributes["http.response.status_code"] == 499
     assert attempts[1].attributes["penstock.router.outcome"] == "gone" and not attempts[1].is_failed
 
 
 @pytest.mark.parametrize("has_sampler", [True, False])
-def test_who_is_not_recorded_here_is_not_recorded_further_on(
+def test_a_request_that_is_not_recorded_is_not_recorded_by_the_replica(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, has_sampler: bool
 ) -> None:
     if has_sampler:
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    with (
-        mock_replicas(1, otlp_traces_endpoint=collector.url) as (replica,),
-        running_router(replica.url, telemetry=traced(collector)) as router,
-    ):
-        given = {} if has_sampler else headers("00")
-        body = {"prompt": "abc", "max_tokens": 1}
-        assert router.http.post("/v1/completions", json=body, headers=given).status_code == 200
-        assert router.http.post("/v1/completions", json=body, headers=headers()).status_code == 200
-        collector.one("text_completion mock")
+    with stub() as replica, running_router(replica.url, telemetry=traced(collector)) as router:
+        for fields in ({} if has_sampler else headers("00"), headers()):
+            router.http.post("/v1/completions", json={"prompt": "abc"}, headers=fields)
+        attempt = collector.one("attempt")
     assert {span.trace_id for span in collector.spans} == {TRACE}
-    assert len(collector.named("attempt")) == 1
+    contexts = [seen.header(b"traceparent")[0] for seen in replica.seen]
+    assert contexts[0][-2:] in (b"00", b"02") and contexts[1] == f"00-{TRACE}-{attempt.span_id}-01".encode()
 
 
-def test_a_router_that_does_not_trace_passes_the_context_on(collector: Collector) -> None:
-    with (
-        mock_replicas(1, otlp_traces_endpoint=collector.url) as (replica,),
-        running_router(replica.url) as router,
-    ):
-        body = {"prompt": "abc", "max_tokens": 1}
-        assert router.http.post("/v1/completions", json=body, headers=headers()).status_code == 200
-        assert collector.one("text_completion mock").parent_id == PARENT
+def test_a_router_that_does_not_trace_passes_the_context_on() -> None:
+    with stub() as replica, running_router(replica.url) as router:
+        router.http.post("/v1/completions", json={"prompt": "abc"}, headers=headers())
+    assert replica.seen[0].header(b"traceparent") == [headers()["traceparent"].encode()]
+    assert replica.seen[0].header(b"tracestate") == [b"a=b"]

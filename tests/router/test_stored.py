@@ -11,7 +11,7 @@ import pytest
 from penstock.engine.http.auth import OWNER_HEADER, Keys
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import RunningRouter, mock_fleet, running_router, until
-from tests.support.router_stub import Hold, Seen, Stub, hang_up, stub, whole
+from tests.support.router_stub import Hold, Seen, Stub, first_fails, hang_up, ok, stub, whole
 from tests.support.running_server import running
 
 STORED = b"/v1/responses/resp_1"
@@ -19,7 +19,7 @@ STORED = b"/v1/responses/resp_1"
 
 @contextlib.contextmanager
 def two(first_model: str = "m", second_model: str = "m") -> Iterator[tuple[Stub, Stub, RunningRouter]]:
-    """A router before two replicas, of which the second stores the response."""
+    """Yield two replicas, of which the second stores the response, and a router before them."""
     with stub() as first, stub() as second:
         for backend, name in ((first, first_model), (second, second_model)):
             backend.models = json.dumps({"data": [{"id": name}]}).encode()
@@ -29,7 +29,7 @@ def two(first_model: str = "m", second_model: str = "m") -> Iterator[tuple[Stub,
 
 
 @pytest.mark.parametrize("models", [("m", "m"), ("m", "other")])
-def test_a_stored_response_is_asked_of_the_replica_that_has_it(models: tuple[str, str]) -> None:
+def test_requests_for_a_stored_response_go_to_its_replica(models: tuple[str, str]) -> None:
     with two(*models) as (first, second, router):
         for _ in range(3):
             assert router.http.get("/v1/responses/resp_1").json() == {"id": "resp_1"}
@@ -39,11 +39,11 @@ def test_a_stored_response_is_asked_of_the_replica_that_has_it(models: tuple[str
         assert [seen.line.split()[0] for seen in second.seen] == [b"POST", b"DELETE"] * 3
 
 
-def test_a_response_that_goes_on_from_a_stored_one_is_made_where_that_is() -> None:
+def test_a_response_that_continues_a_stored_one_is_made_at_its_replica() -> None:
     with two() as (first, second, router):
         for _ in range(4):
-            asked = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
-            assert router.http.post("/v1/responses", json=asked).status_code == 200
+            body = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
+            assert router.http.post("/v1/responses", json=body).status_code == 200
         assert (len(first.seen), len(second.seen)) == (0, 4)
 
 
@@ -52,40 +52,41 @@ def test_a_response_that_no_replica_has_is_not_found() -> None:
         answer = router.http.get("/v1/responses/resp_2")
         assert answer.status_code == 404 and "resp_2" in answer.json()["error"]["message"]
         assert router.http.get("/v1/responses/a%20b").status_code == 404
-        # A replica says in its own words that it does not know the previous response.
-        asked = {"model": "m", "input": "x", "previous_response_id": "resp_2"}
-        assert router.http.post("/v1/responses", json=asked).status_code == 200
+        # A replica itself answers that it does not know the previous response.
+        body = {"model": "m", "input": "x", "previous_response_id": "resp_2"}
+        assert router.http.post("/v1/responses", json=body).status_code == 200
         assert (len(first.seen), len(second.seen)) == (1, 0)
 
 
-@pytest.mark.parametrize("asked", [{}, {"input": "x", "previous_response_id": "resp_1"}])
-@pytest.mark.parametrize("fault", ["draining", "down", "error", "break"])
-def test_a_response_whose_replica_is_unavailable_is_not_said_to_be_lost(fault: str, asked: dict[str, str]) -> None:
+@pytest.mark.parametrize("body", [None, {"input": "x", "previous_response_id": "resp_1"}])
+@pytest.mark.parametrize(
+    ("fault", "expected"), [("draining", 503), ("down", 503), ("error", 503), ("break", 503), ("key", 401)]
+)
+def test_a_response_whose_replica_is_unavailable_is_not_reported_as_lost(
+    fault: str, expected: int, body: dict[str, str] | None
+) -> None:
+    answers = {"error": whole(b"{}", b"500 Error"), "key": whole(b"{}", b"401 Unauthorized"), "break": None}
     with two() as (first, second, router):
-        second.is_ready, second.is_dying = fault != "draining", fault == "down"
-        if fault in ("draining", "down"):
-            until(lambda: router.state(second.url) == fault)
+        if fault in answers:
+            second.questions[STORED] = second.answer = lambda _seen, _sock: answers[fault]
         else:
-            second.questions[STORED] = lambda _seen, _sock: whole(b"{}", b"500 Error") if fault == "error" else None
-        path = "/v1/responses" if asked else "/v1/responses/resp_1"
-        answer = router.http.request("POST" if asked else "GET", path, json=asked or None)
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert fault == "draining" or "of 2 replicas" in answer.json()["error"]["message"]
+            second.is_ready, second.is_dying = fault != "draining", fault == "down"
+            until(lambda: router.state(second.url) == fault)
+        path = "/v1/responses" if body else "/v1/responses/resp_1"
+        answer = router.http.request("POST" if body else "GET", path, json=body)
+        assert answer.status_code == expected
+        if expected == 503:
+            assert answer.headers["retry-after"] == "1"
+            assert fault == "draining" or "of 2 replicas" in answer.json()["error"]["message"]
         assert not first.seen
 
 
-def test_a_refused_key_is_not_taken_for_a_lost_response() -> None:
-    with two() as (_, second, router):
-        second.questions[STORED] = lambda _seen, _sock: whole(b"{}", b"401 Unauthorized")
-        assert router.http.get("/v1/responses/resp_1").status_code == 401
-
-
-def test_every_turn_of_a_conversation_finds_the_one_before() -> None:
+def test_every_turn_of_a_conversation_continues_the_previous_one() -> None:
     with mock_fleet(2) as (router, _):
         before = None
         for turn in range(6):
-            asked = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
-            answer = router.http.post("/v1/responses", json=asked)
+            body = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
+            answer = router.http.post("/v1/responses", json=body)
             assert answer.status_code == 200, answer.text
             before = answer.json()["id"]
             assert router.http.get(f"/v1/responses/{before}").json()["id"] == before
@@ -122,7 +123,7 @@ def test_a_stored_response_belongs_to_the_key_that_created_it(keys: tuple[str, .
         assert ask(router.http, "sk-1", "DELETE", stored_id) == 200
 
 
-def test_a_replica_gets_a_digest_of_the_clients_key_with_requests_about_stored_responses_alone(backend: Stub) -> None:
+def test_a_digest_of_the_clients_key_goes_with_requests_for_responses(backend: Stub) -> None:
     with running_router(backend.url, api_keys=("sk-1", "sk-2")) as router:
         seen = []
         for key, path in (("sk-1", "/v1/responses"), ("sk-2", "/v1/responses"), ("sk-1", "/v1/completions")):
@@ -132,29 +133,31 @@ def test_a_replica_gets_a_digest_of_the_clients_key_with_requests_about_stored_r
     assert not any(b"sk-" in value for values in seen for value in values)
 
 
-def test_a_request_that_changes_what_is_stored_is_not_sent_again() -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "store", "is_repeated"),
+    [
+        ("POST", "/v1/responses", {}, False),
+        ("DELETE", "/v1/responses/resp_1", {}, False),
+        ("POST", "/v1/responses/resp_1/cancel", {}, False),
+        ("POST", "/v1/responses", {"store": False}, True),
+        ("POST", "/v1/completions", {}, True),
+    ],
+)
+def test_a_request_is_only_repeated_if_it_changes_no_stored_response(
+    method: str, path: str, store: dict[str, bool], is_repeated: bool
+) -> None:
     with two() as (first, second, router):
-        first.answer = second.answer = hang_up
-        answers = []
-        for method, path in (("POST", ""), ("DELETE", "/resp_1"), ("POST", "/resp_1/cancel")):
-            answers.append(router.http.request(method, f"/v1/responses{path}", json={"input": "x"}))
-            until(lambda: router.states() == ["up", "up"])
-        assert [answer.status_code for answer in answers] == [502] * 3
-        assert "not sent again" in answers[0].json()["error"]["message"]
-        assert len(first.seen) + len(second.seen) == 3
+        first.answer = second.answer = first_fails(hang_up, ok)
+        answer = router.http.request(method, path, json={"input": "x", "prompt": "x", **store})
+        assert answer.status_code == (200 if is_repeated else 502)
+        if is_repeated:
+            assert first.seen and second.seen
+        else:
+            assert "not sent again" in answer.json()["error"]["message"]
+            assert len(first.seen) + len(second.seen) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions"])
-def test_a_request_that_stores_nothing_is(path: str) -> None:
-    with two() as (first, second, router):
-        first.answer = hang_up
-        for _ in range(2):
-            assert router.http.post(path, json={"input": "x", "prompt": "x", "store": False}).status_code == 200
-        # A kept connection that breaks is replaced once by a fresh one before the other replica is asked.
-        assert first.seen and len(second.seen) == 2
-
-
-def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_goes_down() -> None:
+def test_a_request_that_may_have_been_stored_does_not_move() -> None:
     with two() as (first, second, router), connect(router.port) as sock:
         first.answer = second.answer = hold = Hold(answer=None)
         sock.sendall(post().replace(b"/v1/completions", b"/v1/responses"))
@@ -165,7 +168,7 @@ def test_a_request_that_changes_what_is_stored_does_not_move_when_its_replica_go
         assert len(first.seen) + len(second.seen) == 1
 
 
-def test_a_request_that_changes_what_is_stored_needs_no_kept_connection_to_hold() -> None:
+def test_a_request_that_is_stored_gets_a_new_connection() -> None:
     """If one broke, nobody could tell whether the replica had read the request."""
     used: set[socket.socket] = set()
 
