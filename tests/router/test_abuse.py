@@ -1,16 +1,9 @@
 """Clients, replicas and operators that do as they please: nothing grows without bound, and nothing is let through."""
 
-import asyncio
-import time
-
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from penstock.router.backend import Backend, RouteError
+from penstock.router.backend import RouteError
 from penstock.router.config import RouterConfig, resolve
-from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.placement.placement import Placement, ReplicaInfo, _root
 from tests.support.raw_http import connect, post
 from tests.support.refusals import table
@@ -56,37 +49,6 @@ def test_a_salt_is_not_kept() -> None:
         assert _root.cache_info().currsize == before
     placement.prepare(bytes(4 * 64), None, "an adapter of this test")
     assert _root.cache_info().currsize == before + 1
-
-
-def test_events_are_heard_over_ipv6() -> None:
-    async def hear() -> object:
-        publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        publisher.setsockopt(zmq.IPV6, 1)
-        try:
-            port = publisher.bind_to_random_port("tcp://[::1]")
-        except zmq.ZMQError:
-            pytest.skip("no IPv6 here")
-        backend, end_s = Backend.of(f"http://[::1]:8000,events={port}"), time.monotonic() + 60
-        context = zmq.asyncio.Context()
-        source = EngineSource(context, backend, b"", 16)
-
-        async def follow() -> None:
-            async for _ in source.frames():
-                pass
-
-        task = asyncio.create_task(follow())
-        number = 0
-        while not source.view()["batches"] and time.monotonic() < end_s:
-            publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [], 0])])
-            number += 1
-            await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        publisher.close(0)
-        context.destroy(0)
-        return source.view()["batches"]
-
-    assert asyncio.run(hear())
 
 
 def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:

@@ -13,11 +13,7 @@ import httpx
 
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.sockets import bind_sockets
-from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig, Timeouts, resolve
-from penstock.router.fleet.fleet import Fleet
-from penstock.router.fleet.probe import Probe
-from penstock.router.fleet.replica import Replica
 from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.placement import Placement, Prompt
 from penstock.router.placement.prompts import PromptReader
@@ -48,21 +44,21 @@ class MockReplica:
 
 @contextlib.contextmanager
 def mock_replicas(count: int = 1, **settings: Any) -> Iterator[list[MockReplica]]:
-    """`settings` are those of mock_replica.py."""
+    """Start mock replicas. `settings` are those of mock_replica.py."""
     with contextlib.ExitStack() as stack:
         started = [_start(stack, json.dumps(settings, default=str)) for _ in range(count)]
-        yield [MockReplica(int(said.readline()), pid) for pid, said in started]
+        yield [MockReplica(int(output.readline()), pid) for pid, output in started]
 
 
 def _start(stack: contextlib.ExitStack, settings: str) -> tuple[int, TextIO]:
-    """A process that ends with the stack, and what it says."""
+    """Start a process that ends with the stack; return its id and its output."""
     reads, writes = os.pipe()
-    said = stack.enter_context(os.fdopen(reads))
+    output = stack.enter_context(os.fdopen(reads))
     child = fork_server("tests.support.mock_replica").start(settings, fds={1: writes})
     os.close(writes)
     stack.callback(child.wait, 20)
     stack.callback(child.kill)
-    return child.pid, said
+    return child.pid, output
 
 
 def predicted_tokens(placement: Placement, prompt: Prompt) -> dict[str, int]:
@@ -93,12 +89,12 @@ class RunningRouter:
         return self.http.post("/v1/chat/completions", json=body)
 
     def predicted(self, ids: bytes) -> dict[str, int]:
-        """`predicted_tokens` of a prompt of token ids (int32, little-endian)."""
+        """Return `predicted_tokens` of a prompt of token ids (int32, little-endian)."""
         placement = self.fleet.group_of(None).placement
         return dict(self.call(lambda: predicted_tokens(placement, placement.prepare(ids))))
 
     def counts(self, name: str) -> Counter[str]:
-        """A counter that has counted, by its one label."""
+        """Return what a counter has counted, by its one label."""
         return Counter({str(key[1]): count for key, count in self.app.metrics.counts.items() if key[0] == name})
 
     def states(self) -> list[str]:
@@ -112,12 +108,12 @@ class RunningRouter:
         return self.http.request(method, "/replicas", json=fields, headers={"authorization": f"Bearer {ADMIN}"})
 
     def refuse(self, url: str) -> None:
-        """Take a replica for down, as if its probe had been refused."""
+        """Mark a replica as down, as if its probe had been refused."""
 
         def refuse() -> None:
             replica = self.fleet.replicas[url]
             with self.fleet.observing(replica):
-                replica.probe_refused("the test says so", is_draining=False)
+                replica.probe_refused("refused by the test", is_draining=False)
 
         self.call(refuse)
 
@@ -131,8 +127,7 @@ class RunningRouter:
         return int(self.view(url)["placement"]["cached_blocks"]["device"])
 
     def placement_metrics(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.call(lambda: next(iter(self.fleet.groups.values())).placement.metrics())
-        return found
+        return dict(self.call(lambda: next(iter(self.fleet.groups.values())).placement.metrics()))
 
 
 def client_request(path: str, body: bytes) -> ClientRequest:
@@ -146,7 +141,7 @@ def client_request(path: str, body: bytes) -> ClientRequest:
 def running_router(
     *backends: str, wait_for: int | None = None, tokenizes: bool = False, limits: Limits | None = None, **settings: Any
 ) -> Iterator[RunningRouter]:
-    """A router in front of `backends`, once `wait_for` of them (all, unless given) are up."""
+    """Run a router in front of `backends`, and yield it once `wait_for` of them (by default all) are up."""
     config = resolve(
         RouterConfig(**{"port": 0, "backends": backends, "timeouts": QUICK, "limits": limits or Limits(), **settings}),
         {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
@@ -170,7 +165,7 @@ def running_router(
 
 @contextlib.contextmanager
 def stub_fleet(*answers: Answer, **settings: Any) -> Iterator[tuple[RunningRouter, list[Stub]]]:
-    """A router in front of a stub for each of these answers."""
+    """Run a router in front of a stub for each of these answers."""
     with contextlib.ExitStack() as stack:
         stubs = [stack.enter_context(stub(answer)) for answer in answers]
         yield stack.enter_context(running_router(*(each.url for each in stubs), **settings)), stubs
@@ -180,25 +175,9 @@ def stub_fleet(*answers: Answer, **settings: Any) -> Iterator[tuple[RunningRoute
 def mock_fleet(
     count: int, timeouts: Timeouts = QUICK, **pace: Any
 ) -> Iterator[tuple[RunningRouter, list[MockReplica]]]:
-    """A router in front of so many mock replicas."""
+    """Run a router in front of so many mock replicas."""
     with (
         mock_replicas(count, **pace) as mocks,
         running_router(*(each.url for each in mocks), timeouts=timeouts) as router,
     ):
         yield router, mocks
-
-
-@contextlib.asynccontextmanager
-async def probed(url: str) -> AsyncIterator[tuple[Fleet, Replica]]:
-    """A fleet of this one replica, once it is up; no router. For at most half a minute."""
-    config = RouterConfig(timeouts=Timeouts(probe_interval_s=0.01))
-    fleet = Fleet(config, lambda _replica: None)
-    replica = fleet.add(Backend.of(url))
-    Probe(fleet, lambda *_: None, replica).start()
-    async with asyncio.timeout(60):
-        while not replica.is_up:
-            await asyncio.sleep(0.01)
-        yield fleet, replica
-    await fleet.tasks.close()
-    replica.pool.close()
-    await asyncio.sleep(0)  # in which the transport is closed
