@@ -32,31 +32,14 @@ PIECES = [
 
 
 class Transport:
-    """Takes all that is written."""
-
-    def write(self, data: bytes) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return False
+    """Takes every call without an effect."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **options: None
 
 
-class Handler:
-    def __init__(self) -> None:
-        self.handled: list[ClientRequest] = []
-
-    def admit(self, request: ClientRequest) -> None:
-        pass
-
-    def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
-        self.handled.append(request)
-
-
 class NotPlain(Heads):
-    """Everything goes to the parser."""
+    """Leaves everything to the parser."""
 
     def request(self, data: bytes) -> None:
         return None
@@ -65,14 +48,14 @@ class NotPlain(Heads):
         return None
 
 
-class Leg:
+class AnswerSink:
     def __init__(self) -> None:
         self.is_over = False
         self.body = b""
-        self.got: AnswerHead
+        self.received: AnswerHead
 
     def head(self, head: AnswerHead) -> None:
-        self.got = head
+        self.received = head
 
     def data(self, data: bytes) -> None:
         self.body += data
@@ -85,29 +68,29 @@ class Leg:
 
 
 def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
-    handler = Handler()
-    edge = Edge(limits, handler.admit, handler.handle)
+    requests: list[ClientRequest] = []
+    edge = Edge(limits, lambda request: None, lambda request, connection: requests.append(request))
     edge.heads = NotPlain(1, 0)
     connection = ClientConnection(edge)
     connection.connection_made(cast(asyncio.Transport, Transport()))
     connection.data_received(data)
-    return handler.handled
+    return requests
 
 
-def answer_by_the_parser(data: bytes) -> Leg:
-    pool, leg = Pool("x", 1, b"x:1", 1.0), Leg()
+def answer_by_the_parser(data: bytes) -> AnswerSink:
+    pool, sink = Pool("x", 1, b"x:1", 1.0), AnswerSink()
     pool.heads = NotPlain(1, 0)
     upstream = Upstream(pool)
     upstream.connection_made(cast(asyncio.Transport, Transport()))
-    upstream.send(b"", b"", leg)
+    upstream.send(b"", b"", sink)
     upstream.data_received(data)
-    leg.is_over &= len(pool._idle) == 1  # kept
-    return leg
+    sink.is_over &= pool.take_idle() is upstream  # it is kept for other requests
+    return sink
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("original", [REQUEST, ANSWER], ids=["request", "answer"])
-def test_what_is_read_quickly_is_what_the_parser_reads(original: bytes, count: int) -> None:
+def test_the_quick_reader_reads_as_the_parser_does(original: bytes, count: int) -> None:
     rng, limits = random.Random(count), Limits(max_header_bytes=8192, max_body_bytes=1000)
     heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
     num_plain = 0
@@ -119,11 +102,11 @@ def test_what_is_read_quickly_is_what_the_parser_reads(original: bytes, count: i
         if original is ANSWER and (answer := heads.answer(data)) is not None:
             num_plain += 1
             slow = answer_by_the_parser(data)
-            assert slow.is_over and answer == (slow.got, slow.body), data
+            assert slow.is_over and answer == (slow.received, slow.body), data
     assert num_plain > count / 20
 
 
-def test_the_plain_ones_are_read_whole() -> None:
+def test_plain_messages_are_read_whole() -> None:
     heads = Heads(8192, 1000)
     request = heads.request(REQUEST)
     assert request is not None
@@ -138,7 +121,7 @@ def test_the_plain_ones_are_read_whole() -> None:
     assert traced is not None and b"traceparent: 00-a\r\ntracestate: b=c\r\n" in traced.lines
 
 
-def test_what_is_not_there_whole_is_not_plain() -> None:
+def test_a_part_of_a_message_is_not_plain() -> None:
     heads = Heads(8192, 1000)
     assert [size for size in range(len(REQUEST)) if heads.request(REQUEST[:size]) is not None] == []
     assert [size for size in range(len(ANSWER)) if heads.answer(ANSWER[:size]) is not None] == []
@@ -151,7 +134,7 @@ def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser() -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [(b"12", 12), (b"9" * 5000, None), (b"-1", None), (b"x", None)])
-def test_a_count_of_cached_tokens_that_is_none_is_left_out(value: bytes, expected: int | None) -> None:
+def test_an_invalid_count_of_cached_tokens_is_left_out(value: bytes, expected: int | None) -> None:
     answer = Heads(8192, 1000).answer(ANSWER.replace(b"Tokens: 12", b"Tokens: " + value))
     assert answer is not None and answer[0].cached_tokens == expected
     assert AnswerHead.of(200, [(b"x-penstock-cached-tokens", value)]).cached_tokens == expected
