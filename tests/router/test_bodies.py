@@ -1,4 +1,4 @@
-"""What the router keeps of a request while its answer streams."""
+"""The memory that a request takes while its answer streams."""
 
 import gc
 import socket
@@ -17,7 +17,7 @@ LARGE = 100_000
 
 
 def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
-    """The sizes of all large strings of bytes that the exchange keeps alive, however indirectly."""
+    """Return the sizes of all large strings of bytes that the exchange keeps alive, however indirectly."""
     seen: set[int] = {id(each) for each in (router.app, router.app.exchanges, router.app.edge, router.app.prompts)}
     sizes, waiting = [], [exchange]
     while waiting:

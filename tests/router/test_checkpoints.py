@@ -1,4 +1,4 @@
-"""Replicas whose layers keep states: the router takes a prompt's last checkpoint there, and never one that is not."""
+"""Replicas whose layers keep states: the router predicts a prompt's last checkpoint, and never one that is not cached."""
 
 import random
 from array import array
@@ -19,9 +19,9 @@ from tests.support.simulation import BLOCK_SIZE, World, random_request
 GROUPS = (GroupInfo(), GroupInfo(), GroupInfo("state", pages=4))
 
 
-def keys_at(tokens: bytes, *places: int) -> bytes:
+def keys_at(tokens: bytes, *blocks: int) -> bytes:
     keys = short_keys(tokens)
-    return b"".join(keys[8 * place : 8 * place + 8] for place in places)
+    return b"".join(keys[8 * block : 8 * block + 8] for block in blocks)
 
 
 def with_checkpoints(placement: Placement, name: str, keys: bytes = b"") -> None:
@@ -29,7 +29,7 @@ def with_checkpoints(placement: Placement, name: str, keys: bytes = b"") -> None
     placement.apply_events(name, [hello, Snapshot(0, "device", keys, True, True)])
 
 
-def test_the_last_known_key_of_a_prompt_counts_for_all_before_it_and_a_shorter_prompt_has_none_of_it() -> None:
+def test_a_checkpoint_counts_for_all_blocks_before_it() -> None:
     placement = Placement(PolicyConfig(), Clock(), seed=1)
     for name in ("states", "blocks"):
         placement.add_replica(name, ReplicaInfo(b"model", 16, 1000))
@@ -49,7 +49,7 @@ def test_the_last_known_key_of_a_prompt_counts_for_all_before_it_and_a_shorter_p
     placement.check()
 
 
-def test_what_was_just_placed_is_hoped_for_at_its_last_checkpoint_alone() -> None:
+def test_a_request_that_was_just_sent_predicts_its_last_checkpoint_alone() -> None:
     clock = Clock()
     placement = Placement(PolicyConfig(), clock, seed=1)
     placement.add_replica("r0", ReplicaInfo(b"model", 16, 1000))
@@ -90,9 +90,9 @@ def test_a_slot_that_is_handed_out_again_matches_as_its_new_owner_does() -> None
     index.check()
 
 
-def test_the_router_promises_what_the_engine_finds() -> None:
-    """Random requests; the frames of one engine with states go to a router, which is asked about prompts all along."""
-    num_promised = num_found = 0
+def test_the_router_predicts_no_more_than_the_engine_has_cached() -> None:
+    """Random requests go to an engine with states, and its frames to a router, whose predictions are compared."""
+    num_predicted = num_cached = 0
     for seed in range(3):
         rng = random.Random(seed)
         least = sum(group.most_pages(64, 16, BLOCK_SIZE) for group in GROUPS)
@@ -120,15 +120,15 @@ def test_the_router_promises_what_the_engine_finds() -> None:
                     seq += 1
                     placement.apply_events("r0", [Changes(seq, update.tier, update.stored, update.removed)])
             for message in prompts[-8:]:
-                promised = cached(placement, message.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
+                predicted = cached(placement, message.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
                 root = placement._replicas["r0"].cache.space.root(message.cache_salt, message.adapter)
                 request = Request(message, 0, 0.0, array("i", message.tokens), 1, RequestKv(root, skips_cache=False))
                 world.scheduler.kv.keys.extend(request)
-                found = groups.keys.find(request, world.tiers.page_of).num_blocks
-                assert promised <= found, f"seed {seed}, request {number}"
-                num_promised += promised
-                num_found += found
+                num_hit = groups.keys.find(request, world.tiers.page_of).num_blocks
+                assert predicted <= num_hit, f"seed {seed}, request {number}"
+                num_predicted += predicted
+                num_cached += num_hit
         placement.check()
         world.run()
         world.executor.close()
-    assert num_promised > 0.7 * num_found > 0
+    assert num_predicted > 0.7 * num_cached > 0

@@ -13,7 +13,7 @@ NOW_S = 50.0
 
 
 def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> LoadTable:
-    """With every column set, and a row that is free again."""
+    """Return a table with every column set, and a row that is free again."""
     fleet = LoadTable(policy, seed=int(rng.integers(1000)))
     for _ in range(num_replicas + 1):
         fleet.learn(fleet.add(float(rng.choice([np.inf, 50_000, 100_000]))), float(rng.uniform(1_000, 20_000)))
@@ -27,7 +27,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
+def test_the_replica_that_is_chosen_is_the_best_by_the_formulas(name: PolicyName) -> None:
     policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
     for _ in range(150):
         fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))
@@ -53,7 +53,7 @@ def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
         assert fleet.backlog[row] == pytest.approx(fleet.backlog_of(row, NOW_S))
 
 
-def test_every_one_of_equals_is_drawn_about_as_often_and_the_lot_is_repeatable() -> None:
+def test_equal_replicas_are_drawn_equally_often_and_repeatably() -> None:
     def drawn(seed: int) -> list[int]:
         fleet = LoadTable(seed=seed)
         for _ in range(3):

@@ -140,7 +140,7 @@ def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_remo
             assert router.view(url)["events"] is None
 
 
-def test_the_cached_tokens_in_an_engines_answers_are_compared_with_the_prediction() -> None:
+def test_the_cached_tokens_in_an_answer_are_compared_with_the_prediction() -> None:
     answer = whole(b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}}')
     with stub(lambda seen, sock: answer) as engine, running_router(engine.url, tokenizes=True) as router:
         for _ in range(20):

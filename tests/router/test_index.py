@@ -19,7 +19,7 @@ def chain(seed: int, length: int) -> np.ndarray:
 
 
 class Model:
-    """What the index should say, with nothing forgotten for want of room."""
+    """The answers of an index that has room for everything."""
 
     def __init__(self) -> None:
         self.facts: dict[int, set[int]] = {}
@@ -33,7 +33,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
+def test_the_index_agrees_with_a_plain_model_through_a_random_life(seed: int) -> None:
     rng = random.Random(seed)
     index, model = RouteIndex(20_000, 20_000, seed=seed), Model()
     chains = [chain(100 * seed + i, rng.randint(1, 60)) for i in range(6)]
@@ -81,7 +81,7 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
     index.check()
 
 
-def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chains_first() -> None:
+def test_a_full_index_forgets_old_chains_and_from_their_ends() -> None:
     index = RouteIndex(100, seed=1)
     slot = index.add_slot(1000)
     old, new = chain(1, 60), chain(2, 60)
@@ -97,25 +97,25 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
     index.check()
 
 
-def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
+def test_predictions_fade_at_the_second_call_and_evict_no_fact() -> None:
     index = RouteIndex(1000, num_predictions=50, seed=1)
     slot = index.add_slot(1000)
-    known, hoped = chain(1, 100), chain(2, 50)
-    index.store(slot, known)
-    index.predict(slot, hoped, len(hoped))
+    stored, predicted = chain(1, 100), chain(2, 50)
+    index.store(slot, stored)
+    index.predict(slot, predicted, len(predicted))
     for flood in range(3, 30):
         index.predict(slot, chain(flood, 50), 50)
-    assert index.match(known)[slot] == 100 and index.match(hoped)[slot] == 0
-    index.predict(slot, hoped, len(hoped))
+    assert index.match(stored)[slot] == 100 and index.match(predicted)[slot] == 0
+    index.predict(slot, predicted, len(predicted))
     index.age_predictions()
-    assert index.match(hoped)[slot] == 50
+    assert index.match(predicted)[slot] == 50
     index.age_predictions()
-    assert index.match(hoped)[slot] == 0
+    assert index.match(predicted)[slot] == 0
     assert index.stats()["predictions"] == 0
     index.check()
 
 
-def test_a_call_sweeps_a_stretch_and_no_more_though_no_number_is_left() -> None:
+def test_one_call_sweeps_a_part_of_a_retired_slot_at_most() -> None:
     index = RouteIndex(50_000, seed=1)
     full, *_ = (index.add_slot(50_000) for _ in range(MAX_SLOTS))
     index.store(full, chain(1, 40_000))

@@ -22,7 +22,7 @@ def chunk(*frames: Frame) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def test_what_a_replica_caches_is_known_and_predicted_exactly() -> None:
+def test_the_blocks_of_a_replica_are_known_and_predicted_exactly() -> None:
     with mock_replicas(1) as (replica,), running_router(replica.url, tokenizes=True) as router:
         until(lambda: router.view(replica.url)["placement"]["knowledge"] == "events")
         router.chat(TEXT)
@@ -32,7 +32,7 @@ def test_what_a_replica_caches_is_known_and_predicted_exactly() -> None:
         assert metrics["predicted_cached_tokens_total"] == metrics["actual_cached_tokens_total"] > 0
 
 
-def test_a_router_knows_by_the_snapshot_what_was_cached_before_it_came_and_that_a_new_replica_has_nothing() -> None:
+def test_a_snapshot_tells_of_blocks_before_and_of_an_empty_new_replica() -> None:
     with mock_replicas(1) as (replica,):
         with running_router(replica.url, tokenizes=True) as first:
             first.chat(TEXT)
@@ -47,9 +47,7 @@ def test_a_router_knows_by_the_snapshot_what_was_cached_before_it_came_and_that_
 
 
 @pytest.mark.parametrize("fault", ["gap", "stall"])
-def test_a_stream_with_a_gap_or_that_stalls_is_left_and_connected_to_again(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_stalls_or_has_a_gap_is_connected_to_again(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "stall":
         monkeypatch.setattr(kv_feed, "STALL_S", 0.2)
     num_streams, may_end = 0, threading.Event()
@@ -82,14 +80,14 @@ def test_a_stream_whose_snapshot_is_late_is_kept() -> None:
     assert len(events.seen) == 1
 
 
-def test_chunks_come_off_wherever_the_bytes_are_cut() -> None:
+def test_chunks_are_decoded_wherever_the_bytes_are_cut() -> None:
     for seed in range(2000):
         rng = random.Random(seed)
         pieces = [bytes(rng.choices(b"ab\r\n0;", k=rng.randrange(1, 9))) for _ in range(rng.randrange(5))]
         framed = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-        dechunker, found = Dechunker(), b""
+        dechunker, decoded = Dechunker(), b""
         while framed:
             size = rng.randrange(1, 6)
-            found += dechunker.feed(framed[:size])
+            decoded += dechunker.feed(framed[:size])
             framed = framed[size:]
-        assert found == b"".join(pieces)
+        assert decoded == b"".join(pieces)

@@ -26,27 +26,27 @@ def is_ready(url: str) -> bool:
 
 @contextlib.contextmanager
 def draining(num_tokens: int) -> Iterator[tuple[Command, socket.socket, socket.socket, MockReplica]]:
-    """A router that got a first signal while it streams an answer, the client of that answer, and an idle one."""
+    """Yield a router that got a first signal while it streams an answer, its client, an idle client and the replica."""
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
         Command("route", "--backend", replica.url, "--port", "0") as router,
     ):
         url = router.url()
         until(lambda: is_ready(url))
-        with clients(int(url.rpartition(":")[2]), asked(num_tokens), b"") as (busy, idle):
+        with clients(int(url.rpartition(":")[2]), stream_of(num_tokens), b"") as (busy, idle):
             assert b"data: " in busy.recv(65536)
             router.process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(url + "/ready").status_code == 503)
             yield router, busy, idle, replica
 
 
-def asked(num_tokens: int) -> bytes:
+def stream_of(num_tokens: int) -> bytes:
     return post(b'{"prompt":"abc","max_tokens":%d,"stream":true,"ignore_eos":true}' % num_tokens)
 
 
 def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
     with draining(40) as (router, busy, idle, _):
-        idle.sendall(asked(40))
+        idle.sendall(stream_of(40))
         assert status(idle.recv(4096)) == 503
         assert read_all(busy).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert router.process.wait(60) == 0
@@ -60,14 +60,14 @@ def test_the_second_signal_ends_it_at_once() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), table(__file__, "command lines"))
-def test_what_cannot_run_is_said_in_one_line(
+def test_a_command_line_that_cannot_run_is_refused_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["route", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_router_without_replicas_says_how_to_add_one() -> None:
+def test_a_router_without_replicas_tells_how_to_add_one() -> None:
     words = ("route", "--port", "0", "--admin-api-key", "sk-admin")
     with Command(*words) as router, mock_replicas(1) as (replica,):
         router.wait_for('no replica is there yet: add each with POST /replicas {"url": ')
@@ -86,6 +86,6 @@ def test_keys_come_from_the_configuration_and_the_environment() -> None:
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
 
 
-def test_a_replica_is_known_by_one_spelling() -> None:
+def test_a_replica_has_one_canonical_url() -> None:
     assert canonical_url("http://HOST") == canonical_url("http://host:80/") == "http://host:80"
     assert canonical_url("http://[::1]:8000") == "http://[::1]:8000"

@@ -1,4 +1,4 @@
-"""Split requests through real engines: what they say is what a single engine says, and the blocks did move."""
+"""Split requests through real engines: they make the tokens of a single engine, and the blocks did move."""
 
 import contextlib
 import json
@@ -31,16 +31,16 @@ def fleet() -> Iterator[tuple[Running, Running, RunningRouter]]:
         prefill = stack.enter_context(running(peer(kv_peer_listen=address)))
         decode = stack.enter_context(running(peer(kv_peers=(address,))))
         until(lambda: is_connected(decode))
-        given = f"{prefill.url},prefill={address}"
-        router = running_router(decode.url, given, prefill_threshold=64, tokenizes=True)
+        backend = f"{prefill.url},prefill={address}"
+        router = running_router(decode.url, backend, prefill_threshold=64, tokenizes=True)
         yield prefill, decode, stack.enter_context(router)
 
 
-def streamed(http: httpx.Client, path: str, asked: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Token ids and usage of an answer that comes as events."""
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """Return token ids and usage of an answer that comes as events."""
     ids: list[int] = []
     usage: dict[str, Any] = {}
-    with http.stream("POST", path, json=asked | {"stream": True, "stream_options": {"include_usage": True}}) as answer:
+    with http.stream("POST", path, json=body | {"stream": True, "stream_options": {"include_usage": True}}) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
@@ -53,7 +53,7 @@ def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
+def test_tokens_are_those_of_one_engine_and_the_prompt_computed_elsewhere(
     fleet: tuple[Running, Running, RunningRouter],
 ) -> None:
     _, _, router = fleet
@@ -61,15 +61,15 @@ def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
     with running(peer()) as single:
         for number in range(12):
             text = f"{number} " + " ".join(rng.choices(WORDS, k=rng.randrange(30, 200)))
-            asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
+            fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
             if number % 2:
-                path, asked = "/v1/completions", asked | {"prompt": text}
+                path, fields = "/v1/completions", fields | {"prompt": text}
             else:
-                path, asked = "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": text}]}
+                path, fields = "/v1/chat/completions", fields | {"messages": [{"role": "user", "content": text}]}
             if number % 3 == 0:
-                asked |= {"logprobs": 2 if number % 2 else True}  # not a field of the prompt
-            expected, _ = streamed(single.http, path, asked)
-            ids, usage = streamed(router.http, path, asked)
+                fields |= {"logprobs": 2 if number % 2 else True}  # not a field of the prompt
+            expected, _ = streamed(single.http, path, fields)
+            ids, usage = streamed(router.http, path, fields)
             assert ids == expected and len(ids) == 8
             assert cached(usage) == (usage["prompt_tokens"] - 1) // 16 * 16
     text = router.http.get("/metrics").text
@@ -77,16 +77,12 @@ def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
     assert sum(map(int, re.findall(r'router_prefills_total\{outcome="(?:computed|dropped)"\} (\d+)', text))) == 12
 
 
-def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet: tuple[Running, Running, RunningRouter]) -> None:
+def test_without_the_prefill_engine_the_tokens_are_the_same(fleet: tuple[Running, Running, RunningRouter]) -> None:
     prefill, _, router = fleet
-    asked: dict[str, Any] = {
-        "prompt": "a prompt that one of them will have computed " * 20,
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-    asked |= {"return_token_ids": True, "ignore_eos": True}
+    fields: dict[str, Any] = {"prompt": "a prompt that one of them will have computed " * 20, "max_tokens": 8}
+    fields |= {"temperature": 0, "return_token_ids": True, "ignore_eos": True}
     with running(peer()) as single:
-        expected, _ = streamed(single.http, "/v1/completions", asked)
+        expected, _ = streamed(single.http, "/v1/completions", fields)
 
     def move_to(port: int) -> None:
         pool = router.fleet.replicas[prefill.url].pool
@@ -94,19 +90,19 @@ def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet: tuple[Ru
         pool.close()
 
     router.call(lambda: move_to(9))  # refused there
-    ids, usage = streamed(router.http, "/v1/completions", asked)
+    ids, usage = streamed(router.http, "/v1/completions", fields)
     router.call(lambda: move_to(prefill.port))
     assert ids == expected and cached(usage) == 0
 
 
-def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
+def test_a_prefill_replica_that_is_killed_under_load_fails_no_request() -> None:
     addresses = free_addresses(2)
     pace = {"prefill_tps": 20_000, "inter_token_s": 0.005, "kv_host_bytes": 1 << 22}
     with contextlib.ExitStack() as stack:
         prefills = [stack.enter_context(mock_replicas(1, kv_peer_listen=each, **pace))[0] for each in addresses]
         (decode,) = stack.enter_context(mock_replicas(1, kv_peer=addresses, **pace))
-        given = [f"{each.url},prefill={address}" for each, address in zip(prefills, addresses, strict=True)]
-        router = stack.enter_context(running_router(decode.url, *given))
+        backends = [f"{each.url},prefill={address}" for each, address in zip(prefills, addresses, strict=True)]
+        router = stack.enter_context(running_router(decode.url, *backends))
 
         def ask(number: int) -> int:
             if number == 10:  # stopped, it cannot finish what it has before it is killed
@@ -139,14 +135,14 @@ def test_the_three_commands_of_the_docs_serve_the_default_model(monkeypatch: pyt
         prefill, decode = first.url(), second.url()
         flags = ("--backend", f"{prefill},prefill={address}", "--backend", decode, "--prefill-threshold", "64")
         router = stack.enter_context(Command("route", "--port", "0", *flags, "--tokenizer", path)).url()
-        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(timeout=60) as http:
             until(lambda: [each["state"] for each in http.get(router + "/replicas").json()["replicas"]] == ["up", "up"])
             for number in range(5):  # on a busy machine a prompt may take longer than blocks are waited for
                 text = f"{number}: speak of " + ", ".join(WORDS * 4) + "."
-                asked["messages"] = [{"role": "user", "content": text}]
-                ids, usage = streamed(http, router + "/v1/chat/completions", asked)
-                expected, _ = streamed(http, prefill + "/v1/chat/completions", asked)
+                fields["messages"] = [{"role": "user", "content": text}]
+                ids, usage = streamed(http, router + "/v1/chat/completions", fields)
+                expected, _ = streamed(http, prefill + "/v1/chat/completions", fields)
                 assert ids == expected and len(ids) == 12
                 if cached(usage) >= 128:
                     return

@@ -1,4 +1,4 @@
-"""Tokenizing in the router: the same ids as the engine's, sent in place of the text, and text where in doubt."""
+"""Tokenizing in the router: the same ids as the engine's, sent in place of the text unless they might differ."""
 
 import json
 import random
@@ -44,13 +44,14 @@ WORDS = [
 
 
 def _text(rng: random.Random, specials: list[str]) -> str:
-    parts = [
+    return "".join(
         rng.choice(specials) if rng.random() < 0.2 else rng.choice(WORDS) * rng.randrange(1, 12) for _ in range(12)
-    ]
-    return "".join(parts)
+    )
 
 
-def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
+def test_a_text_that_is_cut_at_special_tokens_has_the_ids_of_the_whole(
+    smollm: tuple[Tokenizer, ChatTemplate | None],
+) -> None:
     tokenizer, _ = smollm
     cache = SegmentCache(tokenizer)
     assert cache.is_exact
@@ -94,7 +95,7 @@ def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate
         cache.check()
 
 
-def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut() -> None:
+def test_a_text_is_not_cut_at_special_tokens_that_strip_spaces() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.add_special_tokens([AddedToken("<greedy>", lstrip=True, special=True)])
     tokenizer.backend.add_tokens([AddedToken("<eos>x", normalized=False)])
@@ -106,18 +107,17 @@ def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut() -> N
 
 
 def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRouter) -> None:
-    plain = next(each.url for each in tokenizing.fleet.replicas.values())
+    replica = next(iter(tokenizing.fleet.replicas))
     for body in table(__file__, "bodies"):
         path = CHAT if "messages" in body else COMPLETIONS
-        through = tokenizing.http.post(path, json=body)
-        direct = tokenizing.http.post(plain + path, json=body)
+        through, direct = (tokenizing.http.post(url + path, json=body) for url in (tokenizing.url, replica))
         assert through.status_code == direct.status_code, body
-        assert _timeless(through.json()) == _timeless(direct.json()), body
+        assert comparable(through.json()) == comparable(direct.json()), body
 
 
-def _timeless(answer: dict[str, Any]) -> dict[str, Any]:
-    usage = answer.get("usage") or {}
-    usage.pop("prompt_tokens_details", None)
+def comparable(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what two answers to the same request have in common."""
+    (answer.get("usage") or {}).pop("prompt_tokens_details", None)
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
@@ -134,7 +134,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(("body", "is_exact"), table(__file__, "exact ids", USER=USER))
-def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_exact: bool) -> None:
+def test_ids_are_sent_only_if_the_engine_would_make_the_same(body: dict[str, Any], is_exact: bool) -> None:
     prepared = _prepared(body)
     assert (prepared.body_with_ids is not None) == is_exact
 
@@ -144,7 +144,7 @@ def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
 
 
-def test_a_template_that_loops_stops_the_event_loop_once_and_later_chats_are_rendered_in_a_thread() -> None:
+def test_after_a_template_that_loops_chats_are_rendered_in_a_thread() -> None:
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     reader = PromptReader(
         byte_tokenizer(), ChatTemplate("{% if messages[0].content == 'loop' %}" + loops + "{% endif %}x")
@@ -169,44 +169,34 @@ def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_token
     assert (prepared.prompt, prepared.num_tokens) == (None, num_tokens)
 
 
-def test_a_replica_with_another_tokenizer_is_sent_text() -> None:
-    models = {"object": "list", "data": [{"id": "m", "text_digest": "another"}]}
+@pytest.mark.parametrize(
+    ("tokenizes", "prompt"), [(True, "abc"), (False, [1, 2, 3])], ids=["another tokenizer", "no tokenizer"]
+)
+def test_a_replica_that_may_not_know_the_binary_form_gets_json(tokenizes: bool, prompt: str | list[int]) -> None:
     with stub() as backend:
-        backend.models = json.dumps(models).encode()
-        with running_router(backend.url, tokenizes=True) as router:
-            router.complete("abc")
-        seen = backend.seen[-1]
-    assert seen.header(b"content-type") == [b"application/json"] and b'"abc"' in seen.body
-
-
-def test_without_a_tokenizer_ids_from_a_client_reach_an_engine_of_another_kind_as_json() -> None:
-    with stub() as backend, running_router(backend.url) as router:
-        router.complete([1, 2, 3])
-    seen = backend.seen[-1]
-    assert seen.header(b"content-type") == [b"application/json"] and json.loads(seen.body)["prompt"] == [1, 2, 3]
+        backend.models = b'{"data": [{"id": "m", "text_digest": "another"}]}'
+        with running_router(backend.url, tokenizes=tokenizes) as router:
+            router.complete(prompt)
+    (seen,) = backend.seen
+    assert seen.header(b"content-type") == [b"application/json"] and json.loads(seen.body)["prompt"] == prompt
 
 
 def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
-    digests = {
-        text_digest(byte_tokenizer(), None),
-        text_digest(byte_tokenizer(), line_template()),
-        text_digest(smollm[0], None),
-        text_digest(*smollm),
-    }
-    assert len(digests) == 4
-    assert text_digest(byte_tokenizer(), line_template()) == text_digest(byte_tokenizer(), line_template())
+    texts = [(byte_tokenizer(), None), (byte_tokenizer(), line_template()), (smollm[0], None), smollm]
+    assert len({text_digest(*each) for each in texts}) == 4
+    assert text_digest(*texts[1]) == text_digest(byte_tokenizer(), line_template())
 
 
 @pytest.mark.parametrize(
     "form", [b"", b"\x01", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}\x01", b"\x03\x00\x00\x00{}"]
 )
-def test_a_form_of_the_wrong_size_is_refused(form: bytes) -> None:
+def test_a_binary_form_of_the_wrong_size_is_refused(form: bytes) -> None:
     with pytest.raises(HttpError) as refusal:
         token_form.unpack(form)
     assert refusal.value.status == 400
 
 
-def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing: RunningRouter) -> None:
+def test_ids_outside_the_vocabulary_are_refused_in_the_binary_form(tokenizing: RunningRouter) -> None:
     url = next(iter(tokenizing.fleet.replicas))
     for ids in (b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
         form = token_form.join(b'{"prompt":null}', ids)

@@ -78,7 +78,7 @@ class MockEngine(AsyncEngine):
             self._receive(update)
 
     async def _run(self) -> None:
-        """Steps while there is work. Time is slept, so that many replicas fit on a core."""
+        """Step while there is work. Time is slept, so that many replicas fit on a core."""
         core, beaten_s = self._core, 0.0
         while True:
             if (now_s := time.monotonic()) > beaten_s + 1.0:
@@ -154,9 +154,9 @@ SETTINGS: dict[str, Any] = {  # with their defaults
 
 
 def main() -> int:
-    given = json.loads(sys.argv[1])
-    assert given.keys() <= SETTINGS.keys()
-    options = SimpleNamespace(**SETTINGS | given)
+    settings = json.loads(sys.argv[1])
+    assert settings.keys() <= SETTINGS.keys()
+    options = SimpleNamespace(**SETTINGS | settings)
     published = options.kv_events and KvEventsConfig(
         enable_kv_cache_events=True,
         endpoint=f"ipc://{options.kv_events}.events",

@@ -66,8 +66,8 @@ class World:
 class ModelReplica:
     """Serial prefill, LRU blocks, paced decode, events. `say` receives frames; a test may lose or forge them."""
 
-    def __init__(self, world: World, name: str, args: "Settings", say: Callable[[str, Frame], None]) -> None:
-        self.world, self.name, self.settings = world, name, args
+    def __init__(self, world: World, name: str, settings: "Settings", say: Callable[[str, Frame], None]) -> None:
+        self.world, self.name, self.settings = world, name, settings
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.seq = 0
         self.num_tokens_done = 0
@@ -134,9 +134,7 @@ class Settings(NamedTuple):
     lag_s: float = 0.010
     token_s: float = 0.02
     interference: float = 0.0  # of its prefill speed, what each answer in flight costs a replica
-    num_routers: int = (
-        1  # arrivals take turns; a router sees the events of all replicas, but the load of its own requests
-    )
+    num_routers: int = 1  # arrivals take turns; a router sees all replicas' events, but the load of its own requests
     has_events: bool = True  # otherwise the routers guess the caches
 
 
@@ -202,7 +200,7 @@ class Simulation:
 
 
 def pooled_hit(arrivals: Iterable[Arrival], num_blocks: int) -> float:
-    """What one least-recently-used cache of all the replicas' blocks together hits, with no delay at all."""
+    """Return the hit rate of one least-recently-used cache of all the replicas' blocks, without any delay."""
     cache: OrderedDict[int, None] = OrderedDict()
     hit = prompt = 0
     for arrival in arrivals:

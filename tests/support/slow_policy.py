@@ -1,4 +1,4 @@
-"""The choice of a replica, slowly and from the formulas, in numpy: what csrc/route_choice.c must agree with."""
+"""The choice of a replica in numpy, from the formulas, with which csrc/route_choice.c must agree."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ TIE_S = 1e-6
 
 
 def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
-    """Of predicted-ttft, whether open or not."""
+    """Return the scores of predicted-ttft, also of replicas that are not open."""
     own = num_tokens - np.minimum(cached, num_tokens - 1)
     done = np.minimum((now_s - fleet.head_since) * fleet.speed, fleet.head)
     backlog = fleet.queued - np.maximum(done, 0)
@@ -22,6 +22,6 @@ def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, poli
 
 
 def equals(scores: Column, is_open: npt.NDArray[np.bool_]) -> set[int]:
-    """The rows among which a lot decides."""
+    """Return the rows among which a lot decides."""
     scores = np.where(is_open, scores, np.inf)
     return set(np.flatnonzero(scores <= scores.min() + TIE_S).tolist())
