@@ -3,14 +3,11 @@
 import random
 from array import array
 
-import numpy as np
-
 from penstock.engine.core.engine_core import CacheLog
 from penstock.engine.core.request import Request, RequestKv
 from penstock.engine.core.usable import UsableKeys
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
 from penstock.executor.protocol import GroupInfo
-from penstock.router.placement.index import RouteIndex
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from tests.router.test_placement import Clock, cached, ids, short_keys
@@ -70,24 +67,6 @@ def test_a_request_that_was_just_sent_predicts_its_last_checkpoint_alone() -> No
         placement.apply_events("r0", [Alive(0)])
         placement.choose(None, num_tokens=1)
     assert cached(placement, prompt) == {"r0": 0}
-
-
-def test_a_slot_that_is_handed_out_again_matches_as_its_new_owner_does() -> None:
-    index = RouteIndex(1000, seed=1)
-    keys = np.arange(1, 11, dtype=np.uint64)
-    slots = [index.add_slot(100, at_ends=number % 2 == 0) for number in range(70)]  # more than one group
-    for slot in slots:
-        index.store(slot, keys[[2, 5]])
-    assert index.match(keys)[slots].tolist() == [6, 0] * 35
-    assert index.match(keys[:5])[slots].tolist() == [3, 0] * 35
-    index.retire_slot(slots[0])
-    for _ in range(3):
-        index.age_predictions()
-    again = index.add_slot(100)
-    assert again == slots[0]
-    index.store(again, keys[[2, 5]])
-    assert index.match(keys)[again] == 0
-    index.check()
 
 
 def test_the_router_predicts_no_more_than_the_engine_has_cached() -> None:

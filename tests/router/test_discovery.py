@@ -18,6 +18,12 @@ from tests.support.router_stub import stub
 from tests.support.running_server import comes_true
 
 
+def write(path: Path, *lines: str) -> None:
+    """Write the file at once, for a part of it that stood unchanged during two looks would count."""
+    path.with_suffix(".new").write_text("".join(f"{line}\n" for line in lines))
+    path.with_suffix(".new").replace(path)
+
+
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of a file of replicas, which is looked at all the time."""
@@ -26,16 +32,18 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "replicas"
 
 
-def test_a_file_is_followed_and_replicas_come_and_go(path: Path) -> None:
+def test_a_file_is_followed_and_replicas_come_and_go(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with stub() as one, stub() as other:
-        path.write_text(f"# the fleet\n{one.url}\n\n")
+        write(path, "# the fleet", one.url, "")
         with running_router(wait_for=1, discover=(f"file:{path}",)) as router:
-            path.write_text(f"{one.url}\n{other.url},prefill=9100\n")
+            write(path, one.url, f"{other.url},prefill=9100")
             until(lambda: router.states().count("up") == 2)
-            path.write_text("rubbish, too long to be mistaken for what was there")
+            write(path, "not an address")
+            until(lambda: "not an address" in caplog.text)
             path.unlink()
+            until(lambda: "No such file" in caplog.text)
             assert router.complete(model="m").status_code == 200
-            path.write_text(f"{other.url}\n")
+            write(path, other.url)
             until(lambda: list(router.fleet.replicas) == [other.url] and router.states() == ["up"])
             assert router.complete(model="m").status_code == 200
 
@@ -54,11 +62,11 @@ def test_a_file_is_not_read_while_it_is_written(path: Path, monkeypatch: pytest.
 
 def test_a_replica_that_the_command_line_names_too_is_not_removed(path: Path) -> None:
     with stub() as one, stub() as other:
-        path.write_text(one.url)
+        write(path, one.url)
         with running_router(one.url, discover=(f"file:{path}",)) as router:
-            path.write_text(other.url + "\n")
+            write(path, other.url)
             until(lambda: router.states() == ["up", "up"])
-            path.write_text("")
+            write(path)
             until(lambda: list(router.fleet.replicas) == [one.url])
             assert router.states() == ["up"]
 
