@@ -31,7 +31,8 @@ def main(job: dict[str, Any]) -> None:
     if ops.fused_experts is None:
         ops = changed(ops, fused_experts=TWINS.ops.fused_experts)
     sampling = select_sampling_ops(kit.device) or TWINS.sampling
-    kernels = Kernels(ops, sampling, select_input_ops(kit.device) or TWINS.inputs, is_held=False)
+    inputs = select_input_ops(kit.device) or TWINS.inputs
+    kernels = Kernels(ops, sampling, inputs, TWINS.add_lora, is_held=False)
     for case in table(kit):
         if case.num_bytes:
             measure(case, kernels, timer, read, product)
@@ -54,11 +55,29 @@ def table(kit: Kit) -> Iterator[Case]:
     yield from attention_cases(kit._replace(layers=2 if kit.is_tiny else 32))
     yield from latent_cases(kit._replace(layers=2 if kit.is_tiny else 27))
     yield from linear_cases(kit)
-    yield from cases.row_cases(kit, 4096)
-    yield from cases.rope_cases(kit, 4096)
-    yield from cases.experts(kit, (1, 4) if kit.is_tiny else (1, 32, 256, 4096))
-    yield from cases.coded_cases(kit, (1, 4) if kit.is_tiny else (1, 32, 256, 512, 4096))
-    yield from cases.sampling_cases(kit)
+    yield from cases.rows(kit, "", *((3, 64, 64) if kit.is_tiny else (4096, 4096, 4096)))
+    for name, has_norms, page_dtype in (
+        ("rotate and store", False, None),
+        ("rotate and store, normed", True, None),
+        ("rotate and store, eight-bit pages", True, torch.float8_e4m3fn),
+    ):
+        tokens, heads = (7, (4, 2, 16)) if kit.is_tiny else (4096, (32, 8, 128))
+        yield from cases.rope(kit, name, tokens, heads, None, has_norms, page_dtype)
+    yield from expert_cases(kit)
+    yield from cases.sample(kit, "", *((4, 5000) if kit.is_tiny else (256, 151_936)))
+
+
+def expert_cases(kit: Kit) -> Iterator[Case]:
+    """Yield the experts of Qwen3-30B-A3B and of gpt-oss-20b, and a layer of Qwen3-8B in four bits."""
+    sizes, coded, shape = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6144, 4096)
+    if kit.is_tiny:
+        sizes, coded, shape = (5, 2, 128, 128), (4, 2, 96, 96), (256, 384)
+    for tokens in (1, 4) if kit.is_tiny else (1, 32, 256, 4096):
+        yield from cases.experts(kit, f"experts, {tokens} tokens", tokens, sizes)
+        yield from cases.experts(kit, f"eight-bit experts, {tokens} tokens", tokens, sizes, cases.blocks)
+        name = f"MXFP4 experts, {tokens} tokens"
+        yield from cases.experts(kit, name, tokens, coded, cases.mxfp4, "clamped_swish", True)
+        yield from cases.product(kit, f"four-bit product of {tokens} rows", tokens, shape, cases.packed)
 
 
 def attention_cases(kit: Kit) -> Iterator[Case]:
@@ -103,7 +122,8 @@ def latent_cases(kit: Kit) -> Iterator[Case]:
     """Yield attention of DeepSeek-V2-Lite."""
     shapes = [(1, 48), (3, 48)] if kit.is_tiny else [(1, 1024), (32, 1024), (256, 1024), (32, 8192)]
     for rows, context in shapes:
-        yield from cases.latents(kit, f"latent decode {rows} at {context}", [(1, context)] * rows, 16, 8192)
+        name, sizes = f"latent decode {rows} at {context}", (4, 16, 64) if kit.is_tiny else (16, 64, 512)
+        yield from cases.latents(kit, name, [(1, context)] * rows, sizes, 8192)
 
 
 def linear_cases(kit: Kit) -> Iterator[Case]:

@@ -1,13 +1,15 @@
-"""Compiles for a GPU that is not there whatever the launchers launch, and reports on the machine code.
+"""Compiles the kernels for a GPU that is not there, as the launchers launch them, and reports on the machine code.
 
-A process of its own: where kernels are interpreted they cannot be compiled. The launchers run on CPU tensors, so that
-dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself is left out. Run as
+This is a process of its own, because where kernels are interpreted they cannot be compiled. The launchers run on CPU
+tensors, so that dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself is left out. Run as
 
     python tests/support/aot.py GROUP CARD …
 
-it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, copy instructions, how warps
-share a product, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each
-group are in aot_cases.py, the cards in cards.py.
+it writes one JSON line per card, case and compiled kernel, or what the card lacks for a case, or the compiler's error.
+The cases are the lines of tests/executor/kernels/cases.txt, which are calls of benchmarks/gpu/cases.py; `quick` has a
+few, `all` has every line, and `few` is what other cards than an H200 compile in the slow suite. A case's name says what
+is special about it: "float32" and "float16", "dependent" (programs start before the previous kernel's end), "fixed"
+(sums as with batch_invariant), "every size" (products of few rows whose weights are not prefetched).
 """
 
 import json
@@ -15,29 +17,37 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+ROOT = Path(__file__).parents[2]
 PINNED = Path(sys.prefix) / "triton"
 if PINNED.is_dir():
     sys.path.insert(0, str(PINNED))
+sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 import triton  # noqa: E402
+from benchmarks.gpu import cases  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from penstock.executor.kernels import card as card_module  # noqa: E402
+from penstock.executor.kernels.card import Card  # noqa: E402
+from penstock.executor.kernels.cuda import adapter_products, dependent, few_rows, fp8, step_inputs  # noqa: E402
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
+from tests.support import cards, refusals  # noqa: E402
+
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-INSTRUCTIONS = ("LDGSTS", "LDL", "STL")
-ACCESSES = {  # of 16 bytes, and of one or two
-    "wide_loads": r"\b(?:LDG|LDGSTS)\.E\S*\.128",
-    "wide_stores": r"\bSTG\.E\S*\.128",
-    "narrow": r"\b(?:LDG|STG)\.E\S*\.[US](?:8|16)\b",
-}
+FEW = {"Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows", "Qwen3-0.6B: adapters"}
+KERNELS = cases.Kernels(OPS, SAMPLING_OPS, step_inputs, adapter_products.add_lora, is_held=False)
 
 
 class Absent:
-    """As much of a driver as compiling asks for. A card is a device of its own: each has its own variants."""
+    """Stands in for a driver as far as compiling needs it. A card is a device of its own with its own variants."""
 
     def __init__(self) -> None:
         self.index, self.capability = 0, (0, 0)
@@ -56,77 +66,91 @@ class Absent:
         raise AssertionError("compiling needs no device")
 
 
+def block_copies(kit: cases.Kit, name: str, num_bytes: int) -> Iterator[cases.Case]:
+    """Yield copies between blocks on the device and blocks of the host, which are further apart."""
+    blocks, hosts = torch.zeros(2, num_bytes, dtype=torch.uint8), torch.zeros(2, num_bytes + 4096, dtype=torch.uint8)
+    pairs = torch.zeros(1, 2, dtype=torch.int32)
+    yield cases.Case(name, lambda _: step_inputs.copy_blocks(blocks, hosts[:, :num_bytes], pairs))
+
+
+def read_group(group: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the call of each case of a group."""
+    names = vars(cases) | {"block_copies": block_copies, "partial": partial}
+    for section in ("compiled: quick", "compiled: all")[: 1 if group == "quick" else 2]:
+        for build, name, *shape in refusals.cases(str(ROOT / "tests/executor/kernels/x"), section, **names):
+            if group != "few" or name in FEW:
+                yield name, partial(launch, name, build, shape)
+
+
+def launch(name: str, build: Any, shape: list[Any]) -> None:
+    dtype = torch.float32 if "float32" in name else torch.float16 if "float16" in name else torch.bfloat16
+    kernels = KERNELS._replace(ops=InvariantOps(fp8)) if "fixed" in name else KERNELS
+    has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
+    with has_any, mock.patch.object(dependent, "ENABLED", "dependent" in name):
+        for case in build(cases.Kit(torch.device("cpu"), dtype, layers=4, is_empty=True), name, *shape):
+            case.call(kernels)
+
+
+def lacks(name: str, card: Card) -> str | None:
+    """Return what the card would need for the case."""
+    if "eight" in name and not card.has_eight_bits:
+        return "numbers of eight bits"
+    if "dependent" in name and not card.has_dependent_launch:
+        return "launches before the last kernel's end"
+    return None
+
+
 def main(group: str, *names: str) -> None:
     driver = Absent()
     triton.runtime.driver.set_active(driver)
-    compiled: dict[int, tuple[str, Any]] = {}  # those of one case, each once
+    compiled: dict[int, tuple[str, Any]] = {}  # the kernels of one case, each once
 
-    def launch(self: JITFunction, grid: Any) -> Any:
+    def compile_instead(self: JITFunction, grid: Any) -> Any:
         def compile_only(*arguments: Any, **options: Any) -> None:
             kernel = self.run(*arguments, grid=grid, warmup=True, **options)
             compiled[id(kernel)] = (self.__name__, kernel)
 
         return compile_only
 
-    JITFunction.__getitem__ = launch
-
-    from penstock.executor.kernels import card as card_module
-    from penstock.executor.kernels.cuda import dependent
-
-    dependent.ENABLED = False  # but for cases that say so
-    from tests.support import cards
-    from tests.support.aot_cases import GROUPS, lack
-
-    for driver.index, name in enumerate(names):
-        card = getattr(cards, name)
+    JITFunction.__getitem__ = compile_instead
+    for driver.index, card_name in enumerate(names):
+        card = getattr(cards, card_name)
         driver.capability = card.capability
         with mock.patch.object(card_module, "_WITHOUT_GPU", card):
-            for case, call in GROUPS[group].items():
-                found = {"card": name, "case": case}
-                if lacking := lack(case, card):
-                    print(json.dumps(found | {"lacking": lacking}), flush=True)
+            for case, call in read_group(group):
+                line = {"card": card_name, "case": case}
+                if lacking := lacks(case, card):
+                    print(json.dumps(line | {"lacking": lacking}), flush=True)
                     continue
                 compiled.clear()
                 try:
                     call()
                 except Exception as error:
-                    print(json.dumps(found | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
+                    print(json.dumps(line | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
                 for kernel, code in compiled.values():
-                    print(json.dumps(found | {"kernel": kernel} | describe(code)), flush=True)
+                    print(json.dumps(line | {"kernel": kernel} | describe(code)), flush=True)
 
 
 def describe(kernel: Any) -> dict[str, Any]:
+    ptx, ttgir = kernel.asm["ptx"], kernel.asm["ttgir"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "-res-usage", file.name)
         code = run(TOOLS / "nvdisasm", file.name)
-    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
-    counts |= {name: len(re.findall(pattern, code)) for name, pattern in ACCESSES.items()}
-    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
     # Before its turn a kernel may neither read nor write what other kernels do, and not leave.
     before, wait, _ = code.partition("ACQBULK")
     early = len(re.findall(r"\b(LDG|LDGSTS|STG|ATOMG|ATOM|RED|REDG|EXIT)\b", before)) if wait else None
     return {
-        "registers": registers,
-        "stack": stack,
+        "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "shared": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
-        "stages": kernel.metadata.num_stages,
-        # What reaches a sum of a product: the instruction, and how a program's warps share its output.
-        "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", kernel.asm["ptx"]))),
-        "layouts": sorted(set(re.findall(r"#mma\d* = #ttg\.nvidia_mma<(.*)>", kernel.asm["ttgir"]))),
-        "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
-        # The largest number of copies that a loop leaves in flight while it waits for the others.
-        "in_flight": max(map(int, re.findall(r"async_wait .*num = (\d+)", kernel.asm["ttgir"])), default=0),
-        "prefetches": kernel.asm["ptx"].count("prefetch.global.L2"),
-        "narrows": kernel.asm["ptx"].count("cvt.rn.satfinite.e4m3x2"),
-        "keeps_nan": len(re.findall(r"\b(?:min|max)\S*\.NaN", kernel.asm["ptx"])),
+        # The instructions of products, and how a program's warps share its output: both determine a sum.
+        "products": sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", ptx))),
+        "layouts": sorted(set(re.findall(r"#mma\d* = #ttg\.nvidia_mma<(.*)>", ttgir))),
+        "joins": ptx.count("atom.global.gpu.acq_rel.add"),
         "is_dependent": bool(kernel.metadata.launch_pdl),
-        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
-        "launches": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),
-        "early": early,
-        **counts,
+        "turns": (ptx.count("griddepcontrol.wait"), ptx.count("griddepcontrol.launch_dependents"), early),
     }
 
 

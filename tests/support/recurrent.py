@@ -107,3 +107,15 @@ def batch_of(
         max_single_context=0,
         states=StateBatch(tables, tables if write is None else write, is_new.to(device)),
     )
+
+
+def as_in_a_graph(batch: ForwardBatch, num_real: int | None = None) -> ForwardBatch:
+    """Return the batch as a graph has it: only the device knows its rows, of which the first `num_real` are real."""
+    counts = batch.query_starts.diff().tolist()
+    real = counts[:num_real]
+    return replace(
+        batch,
+        num_single_rows=0,
+        query_lens=(sum(counts), *(0,) * (len(counts) - 1)),
+        row_counts=torch.tensor([len(real), real.count(1)], dtype=torch.int32, device=batch.query_starts.device),
+    )

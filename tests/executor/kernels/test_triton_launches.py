@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import cases, twin_part
 from benchmarks.gpu.shapes import config_of
 
 from penstock.executor.batch import ForwardBatch
@@ -17,7 +18,6 @@ from penstock.executor.kernels.cuda import few_rows, linear_products
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.aot_cases import packed
 from tests.support.checkpoints import compute_with
 from tests.support.launch_counts import launches
 from tests.support.refusals import hardest_rows
@@ -44,8 +44,11 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
 
 def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_products, "PIECE_BYTES", 1 << 18)
+    kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
+    (case,), kernels = cases.product(kit, "", 512, (512, 512), cases.packed), twin_part.open_kernels(kit.device)
+    assert kernels is not None
     with launches() as names:
-        packed(512, 512, 512)
+        case.call(kernels)
     assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
 
 

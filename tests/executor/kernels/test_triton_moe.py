@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from benchmarks.gpu import cases as calls
+from benchmarks.gpu import twin_part
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels import Activation
@@ -17,7 +19,6 @@ from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight,
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.test_triton_packed import KINDS, Kind, as_int4, grouped, moved
-from tests.support.aot_cases import coded_experts
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.eight_bits import quantize
@@ -193,7 +194,10 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
 def test_mxfp4_experts_take_few_steps(monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[Any]) -> None:
     noted: list[dict[str, Any]] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **options: noted.append(options))
-    coded_experts(tokens, 32, 4, 2880, 2880)
+    kit, kernels = calls.Kit(CPU, torch.bfloat16, is_empty=True), twin_part.open_kernels(CPU)
+    assert kernels is not None
+    (layer,) = calls.experts(kit, "", tokens, (32, 4, 2880, 2880), calls.mxfp4, "clamped_swish", True)
+    layer.call(kernels)
     products = [(each["SPEC"], math.prod(each["grid"]), each["ROWS"]) for each in noted if "SPEC" in each]
     assert [(-(-spec.depth // (spec.step * spec.splits)), *rest) for spec, *rest in products] == expected
 
