@@ -1,4 +1,4 @@
-"""A choice: from the core's outputs of one sequence to what its user gets; stop strings are found wherever they are cut."""
+"""A choice turns the core's outputs of one sequence into the text of its user; a stop string ends it wherever it is cut."""
 
 import random
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def test_nothing_comes_after_the_end() -> None:
 
 
 @pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
-def test_the_token_that_ends_is_listed_but_is_text_only_if_asked(
+def test_the_token_that_ends_is_listed_but_is_text_only_on_request(
     params: dict[str, Any], text: str, reason: int | None
 ) -> None:
     one = choice(**params)
@@ -91,7 +91,7 @@ def test_half_a_character_at_the_end_is_text_and_may_be_a_stop_string(stop: Sequ
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """By brute force: the end and the name of the string that is complete first, the longest of several."""
+    """Return the end and the name of the string that is complete first, the longest of several."""
     for end in range(len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -100,27 +100,27 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_random_texts_are_cut_where_brute_force_cuts_them_and_hold_back_the_least(include: bool) -> None:
+def test_random_texts_are_cut_where_brute_force_cuts_them(include: bool) -> None:
     rng = random.Random(0)
-    found_count = 0
+    num_stopped = 0
     for _ in range(4000):
         alphabet = "ab" if rng.random() < 0.5 else "abc\n"
         stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
         whole = "".join(rng.choices(alphabet, k=rng.randint(0, 40)))
         expected = first_stop(whole, stops)
         text = StopStrings(stops, include)
-        at, given = 0, ""
+        at, shown = 0, ""
         while at < len(whole) and text.matched is None:
             size = rng.randint(0, 5)
-            given += text.push(whole[at : at + size])
+            shown += text.push(whole[at : at + size])
             at += size
             if text.matched is None:
                 held = max(size for stop in stops for size in range(len(stop)) if whole[:at].endswith(stop[:size]))
-                assert given == whole[: len(whole[:at]) - held]
+                assert shown == whole[: len(whole[:at]) - held], "no more is held back than may become a stop string"
         if expected is None:
-            assert (text.matched, given + text.flush()) == (None, whole)
+            assert (text.matched, shown + text.flush()) == (None, whole)
         else:
-            found_count += 1
+            num_stopped += 1
             end, stop = expected
-            assert (text.matched, given) == (stop, whole[: end if include else end - len(stop)])
-    assert 1000 < found_count < 3900
+            assert (text.matched, shown) == (stop, whole[: end if include else end - len(stop)])
+    assert 1000 < num_stopped < 3900

@@ -64,7 +64,8 @@ def test_a_character_split_over_tokens_comes_when_it_is_complete() -> None:
     assert stream.flush() == ""
 
 
-def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_of_it() -> None:
+def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
+    """One bad byte spoils all of the run."""
     tokenizer = samples.sentencepiece()
     good, bad = ([tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in data] for data in ("日".encode(), b"\xe6"))
     letter = tokenizer.token_to_id("a") or 0
@@ -76,7 +77,7 @@ def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_
 
 
 @pytest.mark.parametrize("make", [samples.sentencepiece, samples.metaspace])
-def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt(make: Callable[[], Any]) -> None:
+def test_the_first_space_is_dropped_unless_the_text_continues_a_prompt(make: Callable[[], Any]) -> None:
     tokenizer = make()
     ids = tokenizer.encode("hello world", add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer, frozenset())

@@ -1,4 +1,5 @@
-"""Tokenizers inside .gguf files: the same ids as the tokenizer they were made from, and as transformers makes; lies in a file are found out."""
+"""Tokenizers inside .gguf files give the same ids as the tokenizer that they were made from, and as transformers. Files that lie are
+refused."""
 
 import json
 import random
@@ -26,7 +27,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write(path: Path, architecture: str = "llama", **metadata: Any) -> Path:
-    """A .gguf file with metadata only. `tokens="a"` becomes tokenizer.ggml.tokens."""
+    """Write a .gguf file with metadata only. `tokens="a"` becomes tokenizer.ggml.tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
     for key, value in metadata.items():
@@ -92,7 +93,7 @@ def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(t
         assert ours.decode(ids) == original.decode(ids)
 
 
-def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them(tmp_path: Path) -> None:
+def test_gemma_s_runs_of_spaces_and_merges_are_those_of_transformers(tmp_path: Path) -> None:
     conversion = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     model = json.loads(samples.sentencepiece().to_str())["model"]
     tokens = [*sorted(model["vocab"], key=model["vocab"].get), "  ", "   ", "<start_of_turn>", "<end_of_turn>"]
@@ -153,13 +154,9 @@ def test_a_file_without_a_scheme_or_without_tokens_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("pre", "pieces"), cases(__file__, "splits"))
 def test_a_scheme_cuts_where_its_models_were_trained_to(pre: str, pieces: list[str]) -> None:
-    given = ["I'll pay 1234", "5!?\n   ok", "日本x"]
-    cut = [text for part in given for text in texts_of(SPLITS[pre].pre_tokenizer().pre_tokenize_str(part), part)]
-    assert cut == pieces
-
-
-def texts_of(cut: list[tuple[str, tuple[int, int]]], text: str) -> list[str]:
-    return [text[start:end] for _, (start, end) in cut]
+    cutter = SPLITS[pre].pre_tokenizer()
+    texts = ["I'll pay 1234", "5!?\n   ok", "日本x"]
+    assert [text[start:end] for text in texts for _, (start, end) in cutter.pre_tokenize_str(text)] == pieces
 
 
 def test_every_scheme_builds_and_loses_no_character() -> None:
@@ -179,7 +176,6 @@ def text(value: str) -> bytes:
 
 
 def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
-    gguf = import_module("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     values = cases(__file__, "values of GGUF")
     for key, kind, value in values:

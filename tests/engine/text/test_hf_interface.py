@@ -21,7 +21,7 @@ def tokenizer_of(folder: Path, source: str = LINES) -> FamiliarTokenizer:
     return FamiliarTokenizer(load_tokenizer(resolve_model(str(folder), need_weights=False)), ChatTemplate(source))
 
 
-def test_the_end_token_is_the_tokenizers_own_and_not_the_smallest_of_all_end_ids(tmp_path: Path) -> None:
+def test_the_end_token_is_the_tokenizer_s_own(tmp_path: Path) -> None:
     config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     generation = {"eos_token_id": [0, 2]}
     folder = text_samples.folder(

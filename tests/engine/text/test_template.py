@@ -73,30 +73,30 @@ def test_the_language_is_that_of_transformers_environment(transformers_render: C
     assert ChatTemplate(source, SPECIAL).render(messages_of(messages)) == transformers_render(source, messages)
 
 
-def test_a_date_can_be_asked_for() -> None:
+def test_a_template_may_print_the_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render(HELLO).startswith("20")
 
 
 def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a template is given."""
+    """Return the messages as a template gets them."""
     return [json.loads(line) for line in ChatTemplate(ECHO).render(messages_of(messages)).splitlines()]
 
 
 def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    given: list[dict[str, Any]] = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None},
         {"role": "user"},
     ]
-    assert [message["content"] for message in seen(given)] == ["a\nb", "", ""]
+    assert [message["content"] for message in seen(messages)] == ["a\nb", "", ""]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
+def test_reasoning_is_read_under_each_of_its_names(name: str) -> None:
     [message] = seen([{"role": "assistant", "content": "x", name: "because", "mood": ["good"], "weight": None}])
     assert message["reasoning_content"] == message["thinking"] == "because"
-    assert message["mood"] == ["good"] and "weight" not in message, "a template is given other entries as they are"
+    assert message["mood"] == ["good"] and "weight" not in message, "other entries reach a template as they are"
 
 
 def test_the_caller_s_messages_are_not_changed() -> None:
@@ -134,7 +134,7 @@ def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: 
 
 
 @pytest.mark.parametrize(("source", "last", "sentence"), table(__file__, "not continued", ECHO=ECHO))
-def test_what_cannot_be_continued_is_refused(source: str, last: dict[str, Any], sentence: str) -> None:
+def test_a_message_that_cannot_be_continued_is_refused(source: str, last: dict[str, Any], sentence: str) -> None:
     messages = [chat_samples.USER, {"role": "assistant", **last}]
     with pytest.raises(InvalidRequest, match=sentence):
         ChatTemplate(source).render(messages_of(messages), add_generation_prompt=False, continue_final_message=True)
@@ -185,12 +185,12 @@ def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
         ChatTemplate({"rag": "x"}).render(HELLO)
 
 
-@pytest.mark.parametrize(("source", "wanted"), cases(__file__, "arguments"))
-def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str, wanted: str) -> None:
+@pytest.mark.parametrize(("source", "expected"), cases(__file__, "arguments"))
+def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str, expected: str) -> None:
     template = ChatTemplate("{% for call in messages[0].tool_calls %}" + source + "{% endfor %}{{ tools }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "b": true}'}}
     chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert template.render(messages_of(chat)).removesuffix("None") == wanted
+    assert template.render(messages_of(chat)).removesuffix("None") == expected
 
 
 ONE_SYSTEM = (
@@ -215,7 +215,7 @@ def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, 
     assert ChatTemplate(source, SPECIAL).render(messages_of(messages), add_generation_prompt=False) == expected
 
 
-def test_later_system_messages_stay_in_their_place_where_the_template_prints_them() -> None:
+def test_later_system_messages_stay_where_the_template_prints_them() -> None:
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant", "developer", "user")]
     text = ChatTemplate(chat_samples.QWEN3, SPECIAL).render(messages_of(messages), add_generation_prompt=False)
     assert text.index("assistant\n") < text.index("system\ndeveloper") < text.rindex("user\nuser")

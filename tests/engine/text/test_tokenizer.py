@@ -1,4 +1,4 @@
-"""Tokenizers of model folders: what ends a text, what is special, what is refused, and what an export keeps."""
+"""Tokenizers of model folders: their ends of texts and special tokens, the files that are refused, and their export."""
 
 import json
 from collections.abc import Callable
@@ -43,10 +43,18 @@ def test_named_tokens_are_special_even_if_tokenizer_json_does_not_say_so(tmp_pat
     assert tokenizer.encode("<think>") == [size]
 
 
-def test_added_tokens_whose_ids_contradict_tokenizer_json_are_refused(tmp_path: Path) -> None:
-    config = {"added_tokens_decoder": {"777": {"content": "<think>"}}}
-    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config=config)
-    with pytest.raises(ModelError, match="gives '<think>' the id 777, tokenizer.json leads to \\d+;"):
+@pytest.mark.parametrize(
+    ("listed", "sentence"),
+    [
+        ({"777": {"content": "<think>"}}, r"gives '<think>' the id 777, tokenizer.json leads to \d+;"),
+        (["<think>"], "added_tokens_decoder in tokenizer_config.json"),
+        ({"x": {"content": "<think>"}}, "added_tokens_decoder in tokenizer_config.json"),
+        ({"777": "<think>"}, "added_tokens_decoder in tokenizer_config.json"),
+    ],
+)
+def test_a_malformed_list_of_added_tokens_is_refused(tmp_path: Path, listed: object, sentence: str) -> None:
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"added_tokens_decoder": listed})
+    with pytest.raises(ModelError, match=sentence):
         load(folder)
 
 
@@ -73,7 +81,7 @@ def test_the_text_of_a_token_keeps_its_space_and_marks_half_a_character(tmp_path
 
 
 @pytest.mark.parametrize(("text", "sentence"), cases(__file__, "no text"))
-def test_what_is_not_text_is_the_request_s_fault(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_value_that_is_no_text_is_the_request_s_fault(tmp_path: Path, text: str, sentence: str) -> None:
     tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
     with pytest.raises(InvalidRequest, match=sentence):
         tokenizer.encode(text)
@@ -132,40 +140,27 @@ def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: 
         load(folder)
 
 
-def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
-    def found(**files: dict[str, Any]) -> dict[str, str]:
+def test_chat_templates_are_read_from_every_file_that_may_have_one(tmp_path: Path) -> None:
+    def templates(**files: dict[str, Any]) -> dict[str, str]:
         return load(samples.folder(tmp_path, samples.byte_level(), **files)).chat_templates
 
-    assert found() == {}
-    assert found(chat_template={"chat_template": "of a processor"}) == {"default": "of a processor"}
-    assert found(tokenizer_config={"chat_template": "one"}) == {"default": "one"}
+    assert templates() == {}
+    assert templates(chat_template={"chat_template": "of a processor"}) == {"default": "of a processor"}
+    assert templates(tokenizer_config={"chat_template": "one"}) == {"default": "one"}
     several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    assert found(tokenizer_config={"chat_template": several}) == {"default": "a", "tool_use": "b"}
+    assert templates(tokenizer_config={"chat_template": several}) == {"default": "a", "tool_use": "b"}
     (tmp_path / "chat_template.jinja").write_text("of a file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("c")
     expected = {"default": "of a file", "rag": "c"}
-    assert found(tokenizer_config={"chat_template": "one"}) == expected
+    assert templates(tokenizer_config={"chat_template": "one"}) == expected
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match="chat_template.jinja is not UTF-8 text"):
-        found()
-
-
-@pytest.mark.parametrize("listed", [["<think>"], {"x": {"content": "<think>"}}, {"777": "<think>"}])
-def test_a_malformed_list_of_added_tokens_is_refused(tmp_path: Path, listed: object) -> None:
-    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"added_tokens_decoder": listed})
-    with pytest.raises(ModelError, match="added_tokens_decoder in tokenizer_config.json"):
-        load(folder)
-
-
-def test_ids_that_end_a_text_but_are_no_tokens_are_left_out(tmp_path: Path) -> None:
-    """They could lie beyond the model's vocabulary, where masks of the sampler have no place for them."""
-    ends = {"eos_token_id": [2, -1, 99_999, 2**40, "x", None]}
-    assert load(samples.folder(tmp_path, samples.byte_level(), generation_config=ends)).eos_ids == {2}
+        templates()
 
 
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
-def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_transformers_loads_a_saved_tokenizer_and_tokenizes_alike(tmp_path: Path, make: Callable[[], Any]) -> None:
     transformers = import_module("transformers")
     ends = {"bos_token": "<s>", "eos_token": "</s>"} if make is samples.sentencepiece else {"eos_token": "<|im_end|>"}
     config = {**ends, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"}
