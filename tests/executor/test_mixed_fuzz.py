@@ -36,7 +36,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Executor, ExecutorConfig
 from penstock.executors import open_executor
 from tests.engine.grammar.test_tokenizer_families import CHOICES, FAMILIES
-from tests.support.grammar_rig import WANTED
+from tests.support.grammar_rig import FORMS
 from tests.support.simulation import random_drafts
 from tests.support.small_models import SIZES, random_model
 
@@ -194,7 +194,7 @@ def random_params(rng: random.Random, tokenizer: Tokenizer) -> SamplingParams:
         (0.15, {"prompt_logprobs": rng.choice([0, 2])}),
         (0.2, {"ignore_eos": True}),
         (0.2, {"n": rng.randint(2, 4)}),
-        (0.35, {"structured_outputs": rng.choice([*(w for w, _ in WANTED), *map(choices, CHOICES)])}),
+        (0.35, {"structured_outputs": rng.choice([*(form for form, _ in FORMS), *map(choices, CHOICES)])}),
     ):
         if rng.random() < share:
             options |= fields

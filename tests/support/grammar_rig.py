@@ -1,6 +1,7 @@
 """A vocabulary of bytes, and an engine core over the oracle executor that answers within grammars."""
 
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,34 @@ def vocabulary() -> GrammarVocabulary:
     return GrammarVocabulary(byte_tokenizer(), VOCAB_SIZE)
 
 
-COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may find
+COMPILER = Compiler(vocabulary)  # shared by tests, whose grammars it keeps
 
 
-def matcher(**wanted: Any) -> Matcher:
-    state = COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(60)
+class GatedCompiler(Compiler):
+    """A compiler that loads its vocabulary, or compiles grammars with "slow" in them, only when its gate is open."""
+
+    def __init__(self, *, is_vocabulary_gated: bool = False) -> None:
+        self.gate = threading.Event()
+        super().__init__(self._load if is_vocabulary_gated else vocabulary)
+
+    def _load(self) -> GrammarVocabulary:
+        assert self.gate.wait(60)
+        return vocabulary()
+
+    def _compile(self, source: str) -> Matcher:
+        assert "slow" not in source or self.gate.wait(60)
+        return super()._compile(source)
+
+
+def matcher(**outputs: Any) -> Matcher:
+    state = COMPILER.start(grammar_source(StructuredOutputs(**outputs))).result.result(60)
     assert isinstance(state, Matcher)
     return state
 
 
-def accepts(found: Matcher, text: str) -> bool:
-    """Whether the whole text is an answer."""
-    return all(found.advance([byte]) for byte in text.encode()) and found.backend.is_accepting()
+def accepts(state: Matcher, text: str) -> bool:
+    """Return whether the whole text is an answer."""
+    return all(state.advance([byte]) for byte in text.encode()) and state.backend.is_accepting()
 
 
 def text_of(tokens: list[int]) -> str:
@@ -41,10 +58,10 @@ def text_of(tokens: list[int]) -> str:
 
 
 def submit(
-    request_id: str, tokens: list[int], wanted: StructuredOutputs | None, max_tokens: int = 40, **options: Any
+    request_id: str, tokens: list[int], outputs: StructuredOutputs | None, max_tokens: int = 40, **options: Any
 ) -> Submit:
     sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=(EOS,))
-    grammar = None if wanted is None else grammar_source(wanted)
+    grammar = None if outputs is None else grammar_source(outputs)
     prompt = np.array(tokens, "<i4").tobytes()
     return Submit(request_id, prompt, sampling, max_tokens, grammar=grammar, **options)
 
@@ -56,8 +73,8 @@ class Core(CoreRig):
         super().__init__(*sizes, **{"vocab_size": VOCAB_SIZE, "compiler": COMPILER, **options})
 
 
-# What random requests ask for, and how their complete answers look.
-WANTED: list[tuple[StructuredOutputs, re.Pattern[str]]] = [
+# Forms for random requests, and patterns of their complete answers.
+FORMS: list[tuple[StructuredOutputs, re.Pattern[str]]] = [
     (StructuredOutputs(regex="[a-c]{2,9}"), re.compile("[a-c]{2,9}")),
     (StructuredOutputs(choice=["yes", "no", "perhaps"]), re.compile("yes|no|perhaps")),
     (StructuredOutputs(json={"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3}), re.compile(r"(?s)\[.*\]")),

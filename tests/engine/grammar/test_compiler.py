@@ -1,5 +1,5 @@
-"""Compiling in threads: what is kept, what is refused, and that no grammar brings the process down; a hundred tools of the
-size that MCP servers have stay within the limits."""
+"""Grammars are compiled in threads: some are kept, some refused, and none brings the process down. A hundred tools of the size
+that MCP servers have stay within the limits."""
 
 import json
 import threading
@@ -15,34 +15,34 @@ from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compile_limits import LIMITS
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.validator import Validator
-from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputs
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from tests.support.call_writers import FORMS
 from tests.support.fake_engine import compile_within_limits
-from tests.support.grammar_rig import vocabulary
+from tests.support.grammar_rig import COMPILER, GatedCompiler, vocabulary
 from tests.support.refusals import cases, hardest
 from tests.support.running_server import until
 
-COMPILER = Compiler(vocabulary)
+
+def source_of(regex: str) -> str:
+    return grammar_source(StructuredOutputs(regex=regex))
 
 
-SOURCE = grammar_source(StructuredOutputs(regex="a+"))
+SOURCE = source_of("a+")
 
 
 def any_of(number: int) -> dict[str, Any]:
-    """Each of so many parts needs one of four properties: the product of all is what a grammar would list."""
+    """Return a schema whose parts need one of four properties each: a grammar would list the product of all."""
     parts = [[f"p{part}_{i}" for i in range(4)] for part in range(number)]
     return {"allOf": [{"anyOf": [{"properties": {n: {"type": "string"}}, "required": [n]} for n in p]} for p in parts]}
 
 
 def chain(num_chars: int) -> str:
-    """Rules in each other, as deep as the text allows."""
+    """Return rules within each other, as deep as the text allows."""
     count = num_chars // 14
     return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "x"'
 
@@ -70,24 +70,13 @@ async def test_a_grammar_as_deep_as_its_text_is_long_is_validated(name: str) -> 
 
 def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on() -> None:
     compiler = Compiler(vocabulary)
-    job = compiler.start(grammar_source(StructuredOutputs(regex="x*" * (MAX_GRAMMAR_CHARS // 2))))
+    job = compiler.start(source_of("x*" * (MAX_GRAMMAR_CHARS // 2)))
     assert isinstance(job.result.exception(60), GrammarRefused)  # without the limit it takes a quarter of an hour
     compiler.close()
 
 
-def source_of(regex: str) -> str:
-    return grammar_source(StructuredOutputs(regex=regex))
-
-
-def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-
-    class Slow(Compiler):
-        def _compile(self, source: str) -> Matcher:
-            assert "slow" not in source or gate.wait(60)
-            return super()._compile(source)
-
-    compiler = Slow(vocabulary)
+def test_grammars_that_were_given_up_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GatedCompiler()
     monkeypatch.setattr(grammars, "COMPILE_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
         with pytest.raises(GrammarRefused, match="not compiled within"):
@@ -95,42 +84,30 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grammars, "COMPILE_LIMIT_S", 30)
     compile_within_limits(compiler, source_of("fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
-    gate.set()
+    compiler.gate.set()
     compile_within_limits(compiler, source_of("slow0"))
     assert len(before) > compiler_module.NUM_THREADS
     compiler.close()
 
 
 def test_a_thread_that_cannot_be_replaced_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-
-    def load() -> GrammarVocabulary:
-        assert gate.wait(60)
-        return vocabulary()
-
     monkeypatch.setattr(compiler_module, "NUM_THREADS", 1)
-    compiler = Compiler(load)
+    compiler = GatedCompiler(is_vocabulary_gated=True)
     job = compiler.start(SOURCE)
     until(job.result.running)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         compiler.give_up(job)
-    gate.set()
+    compiler.gate.set()
     compiler.start(source_of("b+")).result.result(60)
     compiler.close()
 
 
 def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar() -> None:
-    gate = threading.Event()
-
-    def load() -> GrammarVocabulary:
-        assert gate.wait(60)
-        return vocabulary()
-
-    compiler = Compiler(load)
+    compiler = GatedCompiler(is_vocabulary_gated=True)
     job = compiler.start(SOURCE)
     assert job.began_s is None and job.limit_passed() is None
-    gate.set()
+    compiler.gate.set()
     job.result.result(60)
     assert job.began_s is not None
     compiler.close()
@@ -139,7 +116,7 @@ def test_waiting_for_the_vocabulary_does_not_count_against_a_grammar() -> None:
 def test_the_least_recently_used_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 3)
     compiler = Compiler(vocabulary)
-    sources = [grammar_source(StructuredOutputs(regex=f"a{{{n}}}")) for n in range(5)]
+    sources = [source_of(f"a{{{n}}}") for n in range(5)]
     for source in sources[:3]:
         compiler.start(source).result.result(60)
     assert compiler.cached(sources[0]) is not None
@@ -148,7 +125,7 @@ def test_the_least_recently_used_grammars_are_forgotten(monkeypatch: pytest.Monk
         compiler.check()
     assert [compiler.cached(source) is not None for source in sources] == [True, False, False, True, True]
     monkeypatch.setattr(compiler_module, "MAX_KEPT_CHARS", 150)
-    compiler.start(grammar_source(StructuredOutputs(regex="b" * 200))).result.result(60)
+    compiler.start(source_of("b" * 200)).result.result(60)
     compiler.check()
     assert len(compiler._kept) == 1
 
@@ -157,7 +134,7 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
     before = {*threading.enumerate()}
     compiler = Compiler(vocabulary)
     for regex in "abc":
-        compiler.start(grammar_source(StructuredOutputs(regex=regex))).result.result(60)
+        compiler.start(source_of(regex)).result.result(60)
     assert len({*threading.enumerate()} - before) == compiler_module.NUM_THREADS
     compiler.close()
     until(lambda: not {*threading.enumerate()} - before)

@@ -12,7 +12,6 @@ import pytest
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Shutdown
@@ -20,7 +19,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
-from tests.support.grammar_rig import WANTED, Core, submit, text_of, vocabulary
+from tests.support.grammar_rig import FORMS, Core, GatedCompiler, submit, text_of, vocabulary
 from tests.support.refusals import hardest
 from tests.support.simulation import BLOCK_SIZE
 
@@ -29,7 +28,7 @@ LETTERS = StructuredOutputs(regex="[a-z]{30}")
 PLAIN = Sampling(temperature=0.0, stop_ids=(EOS,))
 
 
-def test_an_end_token_that_the_grammar_allows_ends_the_answer_even_if_ends_are_ignored() -> None:
+def test_an_end_that_the_grammar_allows_ends_even_if_ends_are_ignored() -> None:
     ends = set()
     for seed in range(20):
         world = Core()
@@ -56,19 +55,9 @@ def test_min_tokens_holds_an_end_back_while_the_grammar_can_go_on_and_no_longer(
     assert text_of(world.tokens("c")) == "k" and world.last("c").finish_reason == "stop"
 
 
-def gated_core() -> tuple[threading.Event, Core]:
-    """Return a core that compiles no grammar before the event is set."""
-    gate = threading.Event()
-
-    def load() -> GrammarVocabulary:
-        gate.wait(60)
-        return vocabulary()
-
-    return gate, Core(compiler=Compiler(load))
-
-
 def test_a_request_waits_for_its_grammar_while_others_run() -> None:
-    gate, world = gated_core()
+    compiler = GatedCompiler(is_vocabulary_gated=True)
+    world = Core(compiler=compiler)
     world.submit(submit("slow", [1, 2, 3], DIGITS))
     world.submit(submit("aborted", [1, 2, 3], DIGITS))
     world.submit(submit("free", [4, 5, 6], None, 5))
@@ -77,49 +66,44 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
         world.step()
     assert world.outputs["slow"] == [] and list(world.core.scheduler.held)
     world.abort("aborted")
-    gate.set()
+    compiler.gate.set()
     world.run()
     assert world.last("aborted").finish_reason == "abort"
     assert text_of(world.tokens("slow")).isdigit() and world.last("slow").finish_reason == "stop"
 
 
+def assert_fails_alone(world: Core, outputs: StructuredOutputs, error: str, other: StructuredOutputs | None) -> None:
+    """Run a request that fails with this error, and another that does not."""
+    world.submit(submit("bad", [2], outputs))
+    world.submit(submit("good", [1], other))
+    world.run()
+    last = world.last("bad")
+    assert last.finish_reason == "error" and error in str(last.error)
+    assert last.is_refusal is (other is not None), "a refusal is the fault of the grammar"
+    assert world.last("good").finish_reason == ("length" if other is None else "stop")
+
+
 def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-
-    class Slow(Compiler):
-        def _compile(self, source: str) -> Matcher:
-            assert "slow" not in source or gate.wait(60)
-            return super()._compile(source)
-
-    compiler = Slow(vocabulary)
+    compiler = GatedCompiler()
     compiler.start(grammar_source(LETTERS)).result.result(60)  # so that the limit is for the other grammar alone
     monkeypatch.setattr("penstock.engine.core.grammars.COMPILE_LIMIT_S", 0.05)
-    world = Core(compiler=compiler)
-    world.submit(submit("slow", [2], StructuredOutputs(regex="slow")))
-    world.submit(submit("good", [1], LETTERS))
-    world.run()
-    gate.set()
-    assert world.last("slow").is_refusal and "not compiled within 0.05 s" in str(world.last("slow").error)
-    assert world.last("good").finish_reason == "stop"
+    slow = StructuredOutputs(regex="slow")
+    assert_fails_alone(Core(compiler=compiler), slow, "not compiled within 0.05 s", LETTERS)
+    compiler.gate.set()
 
 
 def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -> None:
     properties = {f"p{number}": {"type": "string"} for number in range(3000)}  # any of them may come next
-    world = Core()
-    world.submit(submit("bad", [2], StructuredOutputs(json={"type": "object", "properties": properties})))
-    world.submit(submit("good", [1], LETTERS))
-    world.run()
-    assert world.last("bad").finish_reason == "error" and "grammar" in str(world.last("bad").error)
-    assert world.last("bad").is_refusal
-    assert world.last("good").finish_reason == "stop"
+    large = StructuredOutputs(json={"type": "object", "properties": properties})
+    assert_fails_alone(Core(), large, "grammar", LETTERS)
 
 
 class Panic(BaseException):
-    """What a panic of Rust's is in Python: no Exception."""
+    """A panic of Rust in Python, which is no Exception."""
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), Panic("index out of bounds")], ids=repr)
-def test_a_vocabulary_or_a_library_that_breaks_fails_constrained_requests_and_no_others(
+def test_a_broken_vocabulary_or_library_fails_constrained_requests_alone(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = vocabulary
@@ -127,16 +111,11 @@ def test_a_vocabulary_or_a_library_that_breaks_fails_constrained_requests_and_no
         monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=error))
     else:
         load = Mock(side_effect=error)
-    world = Core(compiler=Compiler(load))
-    world.submit(submit("a", [1], DIGITS))
-    world.submit(submit("b", [1], None, 3))
-    world.run()
-    assert f"{type(error).__name__}: {error}" in str(world.last("a").error)
-    assert world.last("b").finish_reason == "length"
+    assert_fails_alone(Core(compiler=Compiler(load)), DIGITS, f"{type(error).__name__}: {error}", None)
 
 
 @pytest.mark.parametrize("name", ["masks", "grammars"])
-def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
+def test_where_no_thread_can_be_started_constrained_requests_fail_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -151,22 +130,19 @@ def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
         patch.setattr(threading.Thread, "start", refuse)
         if name == "grammars":
             world.core.constraints.warm()  # as an idle core does
-        world.submit(submit("a", [1], DIGITS))
-        world.submit(submit("b", [1], None, 3))
-        world.run()
-    assert "can't start new thread" in str(world.last("a").error) and not world.last("a").is_refusal
-    assert world.last("b").finish_reason == "length"
+        assert_fails_alone(world, DIGITS, "can't start new thread", None)
     world.submit(submit("later", [1], DIGITS))
     world.run()
     assert world.last("later").finish_reason == "stop"
 
 
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
-    gate, world = gated_core()
+    compiler = GatedCompiler(is_vocabulary_gated=True)
+    world = Core(compiler=compiler)
     world.submit(submit("a", [1], DIGITS))
     world.abort("a")
     world.submit(submit("a", [1], StructuredOutputs(choice=["other"])))
-    gate.set()
+    compiler.gate.set()
     world.run()
     assert text_of(world.tokens("a")) == "other"
 
@@ -177,7 +153,7 @@ CALLED = re.compile(r"call\([a-z]{3,9}, with=\[\d{1,6}\], and nothing else\)")
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_what_a_grammar_forces_is_computed_in_one_step_and_not_sampled(max_in_flight: int) -> None:
+def test_tokens_that_a_grammar_forces_are_computed_in_one_step_and_not_sampled(max_in_flight: int) -> None:
     world = Core(max_in_flight=max_in_flight)
     world.submit(submit("a", [1, 2], CALL, 80))
     world.run()
@@ -190,10 +166,10 @@ def test_what_a_grammar_forces_is_computed_in_one_step_and_not_sampled(max_in_fl
 
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
 @pytest.mark.parametrize("groups", hardest([(FULL,), (FULL, STATE), ALL_KINDS], ALL_KINDS))
-def test_what_is_forced_or_drafted_changes_no_answer(
+def test_forced_and_drafted_tokens_change_no_answer(
     groups: tuple[GroupInfo, ...], max_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against each request alone, whose every token is sampled in a row of its own."""
+    """Each request is compared with itself alone, where every token is sampled in a row of its own."""
     monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 1)
     least = sum(group.most_pages(128, 16, BLOCK_SIZE) for group in groups)
     num_wrong = num_preempted = num_complete = 0
@@ -206,8 +182,8 @@ def test_what_is_forced_or_drafted_changes_no_answer(
             allowed = () if number % 2 else rng.choice([(65, 66), (65, 66), (65,)])
             sampling = Sampling(temperature=1.0, seed=number % 5, stop_ids=(EOS,), allowed_ids=allowed)
             prompt, length = shared[: rng.randint(1, 30)], rng.choice([6, 30, 80])
-            wanted, pattern = (None, None) if allowed else rng.choice([(CALL, CALLED), (CALL, CALLED), *WANTED])
-            messages.append((submit(f"r{number}", prompt, wanted, length, sampling=sampling), pattern))
+            outputs, pattern = (None, None) if allowed else rng.choice([(CALL, CALLED), (CALL, CALLED), *FORMS])
+            messages.append((submit(f"r{number}", prompt, outputs, length, sampling=sampling), pattern))
         waiting, aborted = [message for message, _ in messages], set()
         while waiting or world.core.has_work():
             if waiting and rng.random() < 0.4:
@@ -236,7 +212,7 @@ def test_what_is_forced_or_drafted_changes_no_answer(
     assert num_complete > 5 and num_wrong > 0 and num_preempted > 0
 
 
-def test_a_stop_token_of_the_user_ends_an_answer_in_the_middle_of_what_is_forced() -> None:
+def test_a_stop_token_of_the_user_ends_an_answer_within_forced_tokens() -> None:
     world = Core()
     world.submit(submit("a", [1], CALL, 80, sampling=Sampling(temperature=0.0, stop_ids=(EOS, ord("=")))))
     world.run()
@@ -245,7 +221,7 @@ def test_a_stop_token_of_the_user_ends_an_answer_in_the_middle_of_what_is_forced
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_an_answer_that_uses_up_a_grammar_hurts_nobody_else(
+def test_an_answer_that_uses_up_a_grammar_harms_no_other_request(
     monkeypatch: pytest.MonkeyPatch, max_in_flight: int
 ) -> None:
     """All copies share the states of a lexer, of which a long text takes many."""
@@ -280,19 +256,19 @@ class Visitors:
         pass
 
 
-def test_the_vocabulary_is_made_in_the_first_quiet_second_and_once() -> None:
-    made, loads = threading.Event(), []
+def test_the_vocabulary_is_loaded_once_when_the_core_is_first_idle() -> None:
+    is_loaded, loads = threading.Event(), []
 
     def load() -> GrammarVocabulary:
         loads.append(threading.current_thread())
-        made.set()
+        is_loaded.set()
         return vocabulary()
 
     world = Core(compiler=Compiler(load))
     busy = submit("r", [1, 2, 3], None, 2)
     core_process._serve(world.core, Visitors([busy]), core_process.Duty())  # type: ignore[arg-type]
-    assert not made.is_set(), "a core that was never idle made it"
+    assert not is_loaded.is_set(), "a core that was never idle loaded it"
     core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []), core_process.Duty())  # type: ignore[arg-type]
-    assert made.wait(60)
+    assert is_loaded.wait(60)
     world.core.close()
     assert len(loads) == 1 and loads[0] is not threading.main_thread()

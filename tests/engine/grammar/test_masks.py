@@ -1,4 +1,4 @@
-"""Filling masks: what a bit says, by one thread or many, into buffers that take turns."""
+"""Masks are filled by one thread or many, into buffers that take turns."""
 
 import os
 from unittest.mock import Mock
@@ -15,14 +15,14 @@ from tests.support.fake_engine import EOS
 from tests.support.grammar_rig import VOCAB_SIZE, matcher
 
 
-def allowed(masks: StepMasks, place: int) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(masks.bits[place].view(np.uint8), bitorder="little")).tolist())
+def allowed(masks: StepMasks, index: int) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(masks.bits[index].view(np.uint8), bitorder="little")).tolist())
 
 
-def after(text: str, **wanted: object) -> Matcher:
-    found = matcher(**wanted)
-    assert all(found.advance([byte]) for byte in text.encode())
-    return found
+def after(text: str, **outputs: object) -> Matcher:
+    state = matcher(**outputs)
+    assert all(state.advance([byte]) for byte in text.encode())
+    return state
 
 
 @pytest.mark.parametrize("pool_rows", [1, 1000])
@@ -33,8 +33,8 @@ def test_a_set_bit_is_a_token_that_may_follow(pool_rows: int, monkeypatch: pytes
     digits = set(b"0123456789")
     for masks in (filler.fill(rows), filler.fill(rows)):
         assert masks.rows.tolist() == [row for row, _ in rows] and masks.rows.dtype == np.int32
-        for place in range(60):
-            assert allowed(masks, place) == (digits if place % 4 < 2 else digits | {EOS})
+        for index in range(60):
+            assert allowed(masks, index) == (digits if index % 4 < 2 else digits | {EOS})
         assert masks.ended == [] and masks.errors == {}
     filler.close()
 

@@ -1,4 +1,4 @@
-"""What the grammars of JSON schemas and of the other forms accept, and which are refused with which reason."""
+"""The grammars of JSON schemas and of the other forms accept their answers; others are refused with a reason."""
 
 import json
 import random
@@ -39,15 +39,13 @@ def test_a_schema_holds_what_it_says(schema: dict[str, Any], good: list[str], ba
 
 
 @pytest.mark.parametrize(("schema", "reason"), table(__file__, "schemas", ABC=ABC))
-def test_a_schema_that_no_grammar_holds_is_refused_with_our_field_and_the_reason(
-    schema: dict[str, Any], reason: str
-) -> None:
+def test_a_schema_that_no_grammar_holds_is_refused_with_the_reason(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises((InvalidRequest, GrammarRefused)) as caught:
         compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=schema)))
     assert str(caught.value).removeprefix("structured_outputs.json: ").startswith(reason)
 
 
-def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_says_so() -> None:
+def test_a_one_of_counts_as_any_of_where_the_user_allows_it() -> None:
     number = {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}
     with pytest.raises(GrammarRefused, match=r".* oneOf .* structured_outputs.coerce_one_of"):
         compile_within_limits(COMPILER, grammar_source(StructuredOutputs(json=number)))

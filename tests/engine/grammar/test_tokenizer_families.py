@@ -1,4 +1,4 @@
-"""Constrained answers over tokenizers of every kind: what a grammar forces is cut into tokens of exactly its bytes."""
+"""Constrained answers over tokenizers of every kind: a text that a grammar forces is cut into tokens of exactly its bytes."""
 
 from collections.abc import Callable
 
@@ -44,8 +44,8 @@ def test_a_forced_text_is_cut_into_tokens_of_its_very_bytes(tokenizer: Tokenizer
     encode = ExactEncoder(tokenizer.backend, tokens, tokenizer.special_ids, 0)
     for text in [*samples.texts(200), *(text for texts in CHOICES for text in texts)]:
         ids = encode(text)
-        found = b"".join(tokens[token_id] for token_id in ids)
-        assert found == text.encode() or (not writes_anything(tokenizer) and text.encode().startswith(found)), text
+        written = b"".join(tokens[token_id] for token_id in ids)
+        assert written == text.encode() or (not writes_anything(tokenizer) and text.encode().startswith(written)), text
         assert not {*ids} & {*tokenizer.special_ids}
 
 
@@ -62,7 +62,7 @@ def test_the_second_tokenizer_cuts_as_one_that_was_read_anew(tokenizer: Tokenize
 
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_choice_is_answered_and_nobody_else_is_hurt(
+def test_a_choice_is_answered_and_harms_no_other_request(
     tokenizer: Tokenizer, choice: list[str], max_in_flight: int
 ) -> None:
     world = Core(max_in_flight=max_in_flight, compiler=compiler_of(tokenizer), vocab_size=tokenizer.vocab_size)
@@ -94,7 +94,7 @@ def test_a_grammar_that_refuses_what_it_forces_ends_its_own_request_only(monkeyp
 
 
 def writes_anything(tokenizer: Tokenizer) -> bool:
-    """Byte by byte, where there is no token for a character."""
+    """Return whether a character without a token can be written byte by byte."""
     return {bytes((byte,)) for byte in range(256)} <= set(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
 
 
