@@ -28,3 +28,10 @@ WRITTEN["mistral with args"], GOOD["mistral with args"] = WRITTEN["mistral"], GO
 NO_CALLS: dict[str, list[str]] = _DATA["no_calls"]
 BROKEN: list[str] = _DATA["bad"]
 C, W, P = _DATA["objects"]  # one call of the clock, and one of the weather in two spellings
+# Pieces that a random answer tries to write where the grammar does not expect them.
+MISLEADING = [
+    *("<tool_call>", "</tool_call>", "<tools>", "</tools>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```json\n", "```"),
+    *('{"name": "', "weather", "clock", "Bob", '"', '{"type": "function", "name": "', '{"', 'name": "', "name", "type"),
+    *(", ", ",", "; ", ";", "\n", "\n\n", " ", "[", "]", "{", "}", "}}", ": ", "arguments", "parameters", "id", "a1"),
+    *('", "arguments": {', '", "parameters": {', '"city": "Ulm"', '"days": 3', '{"city": "Ulm"}', "{}", W, P, C, "and"),
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which format a model was trained on, from what its chat template says."""
+"""The format of calls that a model was trained on is detected in its chat template, and so are its marks of reasoning."""
 
 import pytest
 
@@ -16,8 +16,8 @@ from tests.support.tool_samples import lark_matcher, verdict
     ("source", "has_tools", "name"), cases(__file__, "templates", CHATML=CHATML, QWEN3=QWEN3, LLAMA3=LLAMA3)
 )
 def test_the_format_is_found_in_the_template(source: str, has_tools: bool, name: str | None) -> None:
-    found = detect(source, has_tools, False)
-    assert (None if found is None else found.name) == name
+    form = detect(source, has_tools, False)
+    assert (form and form.name) == name
 
 
 def test_mistral_s_newer_form_is_written_where_its_mark_is_known() -> None:
@@ -26,9 +26,9 @@ def test_mistral_s_newer_form_is_written_where_its_mark_is_known() -> None:
         ("[TOOL_CALLS][ARGS]", False, True),
         ("[TOOL_CALLS]", True, True),
     ):
-        for found in (detect(source, True, has_args), named("mistral", source, has_args)):
-            assert found is not None and found.name == "mistral"
-            assert ("[ARGS]" in found.before_arguments) is writes_args
+        for form in (detect(source, True, has_args), named("mistral", source, has_args)):
+            assert form is not None and form.name == "mistral"
+            assert ("[ARGS]" in form.before_arguments) is writes_args
 
 
 def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
@@ -54,8 +54,7 @@ def test_a_message_that_goes_on_is_read_from_its_beginning(
     before: str, begun: str, is_open: bool, is_over: bool
 ) -> None:
     for marks in (thinking.THINK, thinking.IMPLIED):
-        found = thinking.thinking_after(marks, before + begun, begun)
-        assert found == thinking.Thinking(marks, is_open, is_over)
+        assert thinking.thinking_after(marks, before + begun, begun) == thinking.Thinking(marks, is_open, is_over)
 
 
 @pytest.mark.parametrize("regex", [".+", r"[^\n]{3,40}", ".{1,100}"])

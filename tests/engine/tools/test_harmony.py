@@ -28,7 +28,7 @@ def calls(must: bool = False) -> Calls:
     return Calls(FORM, [WEATHER, CLOCK], must, many=False)
 
 
-def found(reader: HarmonyReader, pieces: list[str]) -> Read:
+def read(reader: HarmonyReader, pieces: list[str]) -> Read:
     """Return the reasoning, the content and the calls of an answer that comes in these pieces."""
     out: list[Piece] = []
     for piece in pieces:
@@ -56,16 +56,16 @@ def test_an_answer_is_the_same_however_it_is_cut(name: str, is_certain: bool) ->
         cuts = sorted(rng.sample(range(len(text)), min(len(text), rng.randint(0, 12)))) if text else []
         pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         reader = HarmonyReader(calls(), start, is_certain=is_certain)
-        assert found(reader, pieces) == expected
+        assert read(reader, pieces) == expected
         assert reader.has_called == bool(expected[2])
-    assert found(HarmonyReader(calls(), start, is_certain=is_certain), list(text)) == expected
+    assert read(HarmonyReader(calls(), start, is_certain=is_certain), list(text)) == expected
 
 
 @pytest.mark.parametrize("length", [900, *range(1000, 1040), 1100])
-def test_a_header_beyond_all_measure_is_none_however_it_is_cut(length: int) -> None:
+def test_a_header_that_is_too_long_is_text_however_it_is_cut(length: int) -> None:
     text = f"<|channel|>analysis{' ' * length}<|message|>Ulm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     whole, *others = (
-        found(HarmonyReader(None, after_prompt("<|start|>assistant"), is_certain=False), pieces)
+        read(HarmonyReader(None, after_prompt("<|start|>assistant"), is_certain=False), pieces)
         for pieces in ([text], list(text), [text[:1050], text[1050:]], [text[:1020], text[1020:1041], text[1041:]])
     )
     assert all(each == whole for each in others)
@@ -83,40 +83,36 @@ def test_arguments_stream_where_a_grammar_holds_the_model() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "text", "expected"), cases(__file__, "begun by the prompt"))
-def test_what_the_prompt_has_begun_goes_on(
+def test_a_message_that_the_prompt_has_begun_goes_on(
     prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]
 ) -> None:
-    assert found(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
+    assert read(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
 
 
-def verdict(special: bool, given: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
+def verdict(special: bool, tools: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
     marks = TOKENS if special else ()
-    return follow(lark_matcher(messages_grammar(ids_of(*marks), given, answer), *marks), text, *marks)
+    return follow(lark_matcher(messages_grammar(ids_of(*marks), tools, answer), *marks), text, *marks)
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
-def test_a_call_that_must_be_is_the_only_end(special: bool) -> None:
+def test_a_required_call_is_the_only_end(special: bool) -> None:
     must = calls(must=True)
     for text in (CALL, THOUGHT + CALL, THOUGHT + TO_FIRST, TO_FIRST):
         assert verdict(special, must, None, text) == "accepted"
     assert verdict(special, must, None, THOUGHT) == "unfinished"
     assert verdict(special, must, None, THOUGHT + FINAL) == THOUGHT + "<|channel|>"
-    for wrong in ("to=functions.wether", "to=weather"):
-        assert verdict(special, must, None, CALL.replace("to=functions.weather", wrong)) not in (
-            "accepted",
-            "unfinished",
-        )
-    assert verdict(special, must, None, CALL.replace('"Ulm"', "7")) not in ("accepted", "unfinished")
+    for right, wrong in (("functions.weather", "functions.wether"), ("functions.weather", "weather"), ('"Ulm"', "7")):
+        assert verdict(special, must, None, CALL.replace(right, wrong)) not in ("accepted", "unfinished")
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 def test_an_answer_has_its_form_in_the_final_channel_behind_reasoning(special: bool) -> None:
     answer = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     final = '<|channel|>final<|message|>{"a": 1}'
-    for given in (None, calls()):
-        assert verdict(special, given, answer, final) == "accepted"
-        assert verdict(special, given, answer, THOUGHT + final) == "accepted"
-        assert verdict(special, given, answer, THOUGHT + FINAL) not in ("accepted", "unfinished")
+    for tools in (None, calls()):
+        assert verdict(special, tools, answer, final) == "accepted"
+        assert verdict(special, tools, answer, THOUGHT + final) == "accepted"
+        assert verdict(special, tools, answer, THOUGHT + FINAL) not in ("accepted", "unfinished")
     assert verdict(special, calls(), answer, THOUGHT + CALL) == "accepted"
     assert verdict(special, calls(), None, THOUGHT + FINAL) == "accepted"
 

@@ -1,4 +1,4 @@
-"""The grammars of tool calls, compiled and followed by the real matcher: what they let through and what not.
+"""The grammars of tool calls, compiled and followed by the real matcher: texts that they allow, and texts that they do not.
 
 Marks are tried both ways: as special tokens of the model, and as plain text.
 """
@@ -23,25 +23,29 @@ MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
-def lark(special: bool, *wanted: Any, **more: Any) -> LLMatcher:
+def lark(special: bool, *parts: Any) -> LLMatcher:
     marks = MARKS if special else ()
-    return lark_matcher(grammar(ids_of(*marks), *wanted, **more), *marks)
+    return lark_matcher(grammar(ids_of(*marks), *parts), *marks)
 
 
 def verdict(special: bool, matcher: LLMatcher, text: str) -> str:
     return follow(matcher, text, *(MARKS if special else ()))
 
 
-def leads(name: str) -> str:
-    return "<|python_tag|>" if name == "llama3_json" else ""
+# Whether the model reasons, and what it has written of that before the answer.
+THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
+    "none": (None, ""),
+    "opened": (Thinking(THINK, is_open=True), "Hm { or [.\n</think>\n\n"),
+    "absent": (Thinking(THINK), ""),
+    "present": (Thinking(THINK), "<think>Hm.</think>\n"),
+}
 
 
 @SPECIAL
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("thought", ["none", "opened", "absent", "present"])
-def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thought: str) -> None:
-    thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
-    before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_a_required_call_is_the_only_answer(name: str, special: bool, thought: str) -> None:
+    thinking, before = THOUGHTS[thought]
     many = FORMATS[name].has_many
     held = lark(special, calls_of(name, must=True, many=many), None, thinking)
     call = CALL[name]
@@ -58,9 +62,9 @@ def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thoug
         call.replace("weather", "clock").replace('{"city": "Ulm"}', "null"): False,
         call.replace(" {", "  {"): " {" not in call,
     }.items():
-        found = verdict(special, held, before + text)
-        assert (found == "accepted") == is_right, (text, found)
-        assert found != "unfinished", text
+        outcome = verdict(special, held, before + text)
+        assert (outcome == "accepted") == is_right, (text, outcome)
+        assert outcome != "unfinished", text
         if is_right:
             _, content, calls = read([before + text], calls_of(name), thinking, certain=True)
             assert not content and all(json.loads(arguments) is not None for _, arguments in calls)
@@ -68,14 +72,13 @@ def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thoug
 
 @SPECIAL
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("thought", ["none", "opened", "absent", "present"])
+@pytest.mark.parametrize("thought", THOUGHTS)
 @pytest.mark.parametrize("many", [False, True])
 def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str, many: bool) -> None:
     many = many and FORMATS[name].has_many
-    thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
-    before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
+    thinking, before = THOUGHTS[thought]
     held = lark(special, calls_of(name, many=many), None, thinking)
-    call, lead = CALL[name], leads(name)
+    call, lead = CALL[name], "<|python_tag|>" if name == "llama3_json" else ""
     for text, is_right in {
         "": True,
         "hello, <tool> {} [1]": True,
@@ -92,9 +95,9 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
         # Behind a mark there is a call of one of the functions; without a mark it may be an example.
         f"hello {lead}{call.replace('weather', 'tides')}": not FORMATS[name].triggers,
     }.items():
-        found = verdict(special, held, before + text)
-        assert (found == "accepted") == is_right, (text, found)
-        assert is_right or found != "unfinished", text
+        outcome = verdict(special, held, before + text)
+        assert (outcome == "accepted") == is_right, (text, outcome)
+        assert is_right or outcome != "unfinished", text
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.triggers])
@@ -107,7 +110,7 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
 
 @SPECIAL
 @pytest.mark.parametrize(("answer", "right", "wrong"), cases(__file__, "forms", StructuredOutputs=StructuredOutputs))
-def test_a_wanted_form_holds_from_the_end_of_the_reasoning_on(
+def test_a_form_holds_from_the_end_of_the_reasoning_on(
     special: bool, answer: StructuredOutputs, right: str, wrong: str
 ) -> None:
     opened, may = Thinking(THINK, is_open=True), Thinking(THINK)
@@ -125,13 +128,13 @@ def test_a_wanted_form_holds_from_the_end_of_the_reasoning_on(
 
 @SPECIAL
 @pytest.mark.parametrize("name", FORMATS)
-def test_optional_calls_beside_a_wanted_form_are_calls_or_that_form(name: str, special: bool) -> None:
+def test_optional_calls_beside_a_form_are_calls_or_that_form(name: str, special: bool) -> None:
     held = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
     assert verdict(special, held, CALL[name]) == verdict(special, held, "yes") == "accepted"
     assert verdict(special, held, "may") == ""
 
 
-def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
+def test_a_schema_that_no_grammar_expresses_is_refused_only_if_it_is_strict() -> None:
     odd = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}, "required": ["a"]}
     form = FORMATS["hermes"]
     with pytest.raises(AssertionError, match=r'Unimplemented keys: \["not"\]'):

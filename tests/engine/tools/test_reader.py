@@ -5,7 +5,7 @@ import random
 import pytest
 
 from penstock.engine.text.tools.answer_reader import MAX_FALSE, AnswerReader
-from penstock.engine.text.tools.reader import MAX_CALLS, CallStart, Content
+from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.refusals import hardest
@@ -16,7 +16,7 @@ WEATHER = ("weather", '{"city": "Ulm"}')
 CLOCK = ("clock", "{}")
 HEAD = '<tool_call>{"name": "weather", "arguments": '
 
-# What is no call is content, to the letter. Behind it, reading goes on.
+# These texts have no call: they are content, and reading goes on behind them.
 BAD = [
     *BROKEN,
     "<tool_call>" + " " * MAX_FRAME_CHARS + '{"name": "clock", "arguments": {}}</tool_call>',
@@ -34,14 +34,8 @@ def cuts(text: str, seed: int) -> list[list[str]]:
     return chosen
 
 
-@pytest.mark.parametrize("text", BAD)
-def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
-    assert read([text], calls_of("hermes")) == ("", text, [])
-    assert read([f"so {text} and "], calls_of("hermes")) == ("", f"so {text} and ", [])
-
-
 @pytest.mark.parametrize("text", [text for text in BAD if text.endswith("</tool_call>")])
-def test_a_call_behind_one_that_is_malformed_is_found(text: str) -> None:
+def test_a_call_behind_a_malformed_one_is_read(text: str) -> None:
     assert read([text + CALL["hermes"]], calls_of("hermes")) == ("", text, [WEATHER])
 
 
@@ -96,19 +90,7 @@ def test_arguments_that_break_a_grammar_s_promise_stay_where_they_were_read() ->
     )  # fmt: skip
 
 
-def test_a_call_cut_off_by_the_length_keeps_what_it_has_where_it_was_read() -> None:
-    assert read([HEAD + '{"city": "U'], calls_of("hermes"), certain=True) == ("", "", [("weather", '{"city": "U')])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_wherever_required_calls_are_cut_off_none_of_their_text_is_content(name: str) -> None:
-    for end in range(1, len(CALLS[name])):
-        reader = AnswerReader(calls_of(name, must=True), None, is_certain=True)
-        pieces = [*reader.feed(CALLS[name][:end]), *reader.finish()]
-        assert not any(isinstance(piece, Content) for piece in pieces), (end, pieces)
-
-
-def test_optional_calls_that_are_cut_off_behind_their_mark_are_no_content_where_a_grammar_holds_them() -> None:
+def test_held_optional_calls_that_are_cut_off_behind_their_mark_are_no_content() -> None:
     for rest, content in (('>{"name": "wea', "so"), ("", "so <tool_call")):
         assert read(["so <tool_call" + rest], calls_of("hermes"), certain=True) == ("", content, [])
 
