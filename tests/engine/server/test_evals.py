@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.refusals import table
 from tests.support.running_server import MODEL, Running, engine_of, running
 from tests.support.small_models import SIZES, random_model
 
@@ -31,7 +30,7 @@ def scored(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield started
 
 
-def asked(prompt: Any, **fields: Any) -> dict[str, Any]:
+def request(prompt: Any, **fields: Any) -> dict[str, Any]:
     always = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     return {"model": MODEL, "prompt": prompt, **always, **fields}
 
@@ -41,7 +40,7 @@ def ids(text: str) -> list[int]:
 
 
 def likelihood(logprobs: dict[str, Any], num_context: int, num_written: int) -> tuple[float, bool]:
-    """As the harness adds up: what is behind the context, without what was sampled."""
+    """Return the sum that the harness computes, and whether each token was the likeliest, without context and sampled tokens."""
     part = slice(num_context, len(logprobs["tokens"]) - num_written)
     chosen, tops = logprobs["token_logprobs"][part], logprobs["top_logprobs"][part]
     return sum(chosen), all(value == max(top.values()) for value, top in zip(chosen, tops, strict=True))
@@ -65,13 +64,13 @@ def test_log_likelihoods_are_those_of_transformers(scored: Running, model: Any, 
         "one by one": [[prompt] for prompt in whole],
         "text": [bytes(prompt).decode() for prompt in whole],
     }
-    answers = [scored.post("/v1/completions", asked(batch, max_tokens=num_written)).json() for batch in kinds[kind]]
+    answers = [scored.post("/v1/completions", request(batch, max_tokens=num_written)).json() for batch in kinds[kind]]
     choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda each: each["index"])]
     assert sum(answer["usage"]["completion_tokens"] for answer in answers) == num_written * len(both)
     for choice, (context, continuation) in zip(choices, both, strict=True):
-        found, is_greedy = likelihood(choice["logprobs"], len(context), num_written)
-        wanted, was_greedy = expected(model, context, continuation)
-        assert found == pytest.approx(wanted, abs=1e-3) and is_greedy == was_greedy
+        total, is_greedy = likelihood(choice["logprobs"], len(context), num_written)
+        reference, was_greedy = expected(model, context, continuation)
+        assert total == pytest.approx(reference, abs=1e-3) and is_greedy == was_greedy
         assert choice["text"].startswith(bytes(context + continuation).decode())
 
 
@@ -79,9 +78,9 @@ def test_log_likelihoods_are_those_of_transformers(scored: Running, model: Any, 
 def test_a_continuation_that_the_model_would_write_counts_as_greedy(scored: Running, model: Any) -> None:
     context = ids(CONTEXTS[0])
     own = model.generate(torch.tensor([context]), max_new_tokens=6, do_sample=False)[0, len(context) :].tolist()
-    (choice,) = scored.post("/v1/completions", asked([context + own])).json()["choices"]
-    found, is_greedy = likelihood(choice["logprobs"], len(context), 1)
-    assert is_greedy and found == pytest.approx(expected(model, context, own)[0], abs=1e-3)
+    (choice,) = scored.post("/v1/completions", request([context + own])).json()["choices"]
+    total, is_greedy = likelihood(choice["logprobs"], len(context), 1)
+    assert is_greedy and total == pytest.approx(expected(model, context, own)[0], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -90,25 +89,18 @@ def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(
     scored: Running, model: Any, num_written: int
 ) -> None:
     longest = [(7 * place) % 256 for place in range(LIMIT - num_written)]
-    (choice,) = scored.post("/v1/completions", asked([longest], max_tokens=num_written)).json()["choices"]
-    found, _ = likelihood(choice["logprobs"], 1, num_written)
-    assert found == pytest.approx(expected(model, longest[:1], longest[1:])[0], abs=1e-2)
-    refused = scored.post("/v1/completions", asked([[*longest, 7]], max_tokens=num_written))
+    (choice,) = scored.post("/v1/completions", request([longest], max_tokens=num_written)).json()["choices"]
+    total, _ = likelihood(choice["logprobs"], 1, num_written)
+    assert total == pytest.approx(expected(model, longest[:1], longest[1:])[0], abs=1e-2)
+    refused = scored.post("/v1/completions", request([[*longest, 7]], max_tokens=num_written))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
 
 
 def test_the_harness_may_tokenize_here(server: Running) -> None:
-    known = server.http.get("/tokenizer_info").json()
-    assert known["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert known["chat_template"] and set(byte_tokenizer().special_tokens) <= set(known)
+    info = server.http.get("/tokenizer_info").json()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert info["chat_template"] and set(byte_tokenizer().special_tokens) <= set(info)
     body = {"prompt": "abc", "add_special_tokens": False}
     plain = server.post("/tokenize", body).json()
     assert (plain["tokens"], plain["token_strs"]) == (ids("abc"), None)
     assert server.post("/tokenize", {**body, "return_token_strs": True}).json()["token_strs"] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(("field", "value", "reason"), table(__file__, "reasons"))
-def test_what_is_not_served_is_refused_with_the_reason(server: Running, field: str, value: Any, reason: str) -> None:
-    refused = server.complete(**{field: value})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == field
-    assert reason in refused.json()["error"]["message"]

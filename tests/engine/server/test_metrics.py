@@ -1,4 +1,4 @@
-"""What /metrics says: vLLM's names, true numbers, and no label that a client can grow."""
+"""The metrics at /metrics have vLLM's names, true numbers, and no label that a client can grow."""
 
 import random
 import string
@@ -17,22 +17,22 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExpertUpdate, Sampling
-from tests.engine.server.test_three_apis import APIS, function
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import Running, running, started, until
+from tests.support.three_apis import APIS
 
 server = started(scope="function")
 
 
 def samples(server: Running) -> dict[str, float]:
-    """`name{label=value,…}` → value."""
-    found = {}
+    """Return the samples: `name{label=value,…}` → value."""
+    values = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
             labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}"] = sample.value
+    return values
 
 
 def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
@@ -141,7 +141,7 @@ def test_a_request_whose_client_left_counts_as_aborted() -> None:
         assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
 
 
-def test_what_the_connection_refuses_is_counted_too() -> None:
+def test_requests_that_the_connection_refuses_are_counted_too() -> None:
     with running(max_body_bytes=2000) as server:
         assert server.complete("x" * 5000).status_code == 413
         with server.connect() as sock:
@@ -176,14 +176,9 @@ def test_clients_cannot_grow_the_labels(server: Running) -> None:
 @pytest.mark.parametrize("name", APIS)
 def test_a_request_whose_optional_tools_no_grammar_holds_counts_once(name: str) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}}
-    tools: dict[str, dict[str, Any]] = {
-        "chat": {"type": "function", "function": function(parameters=schema)},
-        "responses": {"type": "function", **function(parameters=schema)},
-        "messages": {"name": "weather", "input_schema": schema},
-    }
     with running(template=ChatTemplate(QWEN3)) as server:
         server.engine.reply = "Hello."
-        answer = APIS[name].ask(server, tools=[tools[name]])
+        answer = APIS[name].ask(server, tools=[APIS[name].tool("weather", schema)])
         assert answer.status_code == 200, answer.text
         until(lambda: server.app.service.num_open_requests == 0)
         seen = samples(server)

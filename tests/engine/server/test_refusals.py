@@ -17,8 +17,9 @@ from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts
-from penstock.engine.text import prompt
-from tests.support.fake_engine import INFO, FakeEngine
+from penstock.engine.server.conversation import MAX_PAST_CALLS
+from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
+from tests.support.fake_engine import FakeEngine
 from tests.support.refusals import cases, table
 from tests.support.running_server import Running, running, until
 
@@ -28,7 +29,7 @@ def post(server: Running, path: str, body: bytes, content_type: str = "applicati
 
 
 def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -> str:
-    """The message, once the answer has proved to be a bounded refusal in the error format."""
+    """Return the message of a refusal, whose size is bounded and which has the error format."""
     assert answer.status_code == code, answer.text[:500]
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -41,6 +42,24 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
 
 
 MESSAGE = {"role": "user", "content": "hello"}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Weather."}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def past(*ids: str, role: str = "assistant", arguments: str = "{}") -> dict[str, Any]:
+    """Return a message with calls of these ids."""
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}} for i in ids]
+    return {"role": role, "content": None, "tool_calls": calls}
+
+
+NAMES: dict[str, Any] = {"MESSAGE": MESSAGE, "TOOLS": TOOLS, "tool": tool, "past": past, "MAX_TOOLS": MAX_TOOLS}
+NAMES |= {"MAX_SCHEMA_BYTES": MAX_SCHEMA_BYTES, "MAX_PAST_CALLS": MAX_PAST_CALLS}
 
 
 BAD_FIELDS = table(__file__, "fields")  # (field, value), refused by completions and by chat
@@ -66,22 +85,47 @@ def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
             assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
 
 
-def bodies_with_a_wrong_field() -> Iterator[tuple[str, dict[str, Any], str]]:
-    for field, value, param in table(__file__, "prompts"):
-        yield "/v1/completions", {"prompt": "abc", field: value}, param
-    for fields, param in table(__file__, "conversations", MESSAGE=MESSAGE):
-        yield "/v1/chat/completions", {"messages": [MESSAGE], **fields}, param
-    yield from table(__file__, "endpoints", MESSAGE=MESSAGE)
-
-
-@pytest.mark.parametrize(("path", "body", "param"), [*bodies_with_a_wrong_field()])
-def test_a_wrong_field_is_refused_by_its_place(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+def assert_refused(server: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    before = len(server.engine.submitted)
     answer = server.post(path, body)
-    refused(answer)
-    assert answer.json()["error"]["param"] == param
+    assert words in refused(answer, 400, param)
+    assert len(server.engine.submitted) == before
 
 
-# Bodies that are not what JSON, or a JSON object, should be.
+def requests() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """Yield paths, bodies, the field that is refused in each, and words of the message."""
+    complete, chat = "/v1/completions", "/v1/chat/completions"
+    for field, value, param in table(__file__, "prompts"):
+        yield complete, {"prompt": "abc", field: value}, param, ""
+    for fields, param in table(__file__, "conversations", **NAMES):
+        yield chat, {"messages": [MESSAGE], **fields}, param, ""
+    for path, fields, param, *words in table(__file__, "endpoints", **NAMES):
+        yield path, fields, param, "".join(words)
+    for field, value, words in table(__file__, "reasons"):
+        yield complete, {"prompt": "abc", field: value}, field, words
+    for value, param, words in table(__file__, "peers"):
+        yield complete, {"prompt": "abc", "kv_transfer_params": value}, param, words
+    for fields, param, words in table(__file__, "grammars"):
+        for stream in (False, True):
+            yield complete, {"prompt": "abc", "stream": stream, **fields}, param, words
+            yield chat, {"messages": [MESSAGE], "stream": stream, **fields}, param, words
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), [*requests()])
+def test_a_request_that_cannot_be_served_names_its_field(
+    server: Running, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    assert_refused(server, path, body, param, words)
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), table(__file__, "calls", **NAMES))
+def test_tools_and_calls_that_cannot_be_served_name_their_field(
+    qwen: Running, fields: dict[str, Any], param: str, words: str
+) -> None:
+    assert_refused(qwen, "/v1/chat/completions", {"messages": [MESSAGE], **fields}, param, words)
+
+
+# Malformed bodies.
 
 
 @pytest.mark.parametrize("body", table(__file__, "bodies"))
@@ -90,28 +134,9 @@ def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, bod
         refused(post(server, path, body))
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (r"\ud800", r"\ud800 at byte 11"),
-        (r"ab\udc00cd", r"\udc00 at byte 13"),
-        (r"\ud83d\ude00\ud83d\u0041", r"\ud83d at byte 23"),
-        (r"\uD800\n and more text", r"\uD800 at byte 11"),
-    ],
-)
-def test_half_a_surrogate_pair_is_named_with_its_place(server: Running, text: str, named: str) -> None:
-    message = refused(post(server, "/v1/completions", b'{"prompt":"%s"}' % text.encode()))
-    assert message == f"the body is not valid JSON: {named} is a surrogate without its other half"
-
-
-@pytest.mark.parametrize("cut", [rb"", rb"\ud83d", rb"\ud83d\ude", rb"\\ud800", rb"\ud83d\ude00"])
-def test_a_body_that_ends_early_is_called_truncated(server: Running, cut: bytes) -> None:
-    assert "truncated" in refused(post(server, "/v1/completions", b'{"prompt":"ab' + cut))
-
-
-def test_a_body_of_very_many_fields_is_refused(server: Running) -> None:
-    fields = b",".join(b'"%x":0' % number for number in range(100_000))
-    assert "100000 fields; at most 256" in refused(post(server, "/v1/completions", b"{" + fields + b"}"))
+@pytest.mark.parametrize(("body", "message"), table(__file__, "malformed bodies"))
+def test_a_malformed_body_is_refused_with_the_place_of_the_mistake(server: Running, body: bytes, message: str) -> None:
+    assert message in refused(post(server, "/v1/completions", body))
 
 
 def test_token_ids_behind_a_body_are_refused_where_they_would_be_ignored(server: Running) -> None:
@@ -143,30 +168,6 @@ def test_millions_of_values_are_refused_without_building_them(
     refused(post(server, path, body), 400, next(iter(json.loads(body[:12].split(b":")[0] + b":0}"))))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": [{"type": "text", "text": "x" * 5000}]},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": "x" * 5000}}}]},
-    ],
-    ids=["a part", "a call"],
-)
-def test_a_long_chat_is_rendered_aside_wherever_its_length_is(
-    server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
-) -> None:
-    rendered_in: list[threading.Thread] = []
-
-    def chat_prompt(*arguments: Any, **options: Any) -> str:
-        rendered_in.append(threading.current_thread())
-        return prompt.chat_prompt(*arguments, **options)
-
-    monkeypatch.setattr(prompts, "chat_prompt", chat_prompt)
-    loop = server.call(threading.current_thread)
-    for messages in ([MESSAGE, message], [MESSAGE]):
-        server.post("/tokenize", {"messages": messages})
-    assert rendered_in[0] is not loop and rendered_in[1] is loop
-
-
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,21 +176,15 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     assert "200000 characters" in message
 
 
-def test_prompts_times_choices_are_bounded(server: Running) -> None:
-    before = len(server.engine.submitted)
-    refused(server.complete(["a"] * 100, n=100), 400, "n")
-    assert len(server.engine.submitted) == before
-
-
 @pytest.mark.parametrize(
-    ("asked", "field"), [({"prompt_logprobs": 3}, "prompt_logprobs"), ({"echo": True, "logprobs": 3}, "logprobs")]
+    ("fields", "param"), [({"prompt_logprobs": 3}, "prompt_logprobs"), ({"echo": True, "logprobs": 3}, "logprobs")]
 )
 def test_log_probabilities_of_prompts_are_bounded(
-    server: Running, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], field: str
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str
 ) -> None:
     monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", 3 * 4 * 2 * 4)
-    assert server.complete(["abcd"] * 3, n=2, max_tokens=1, **asked).status_code == 200
-    message = refused(server.complete(["abcde", "abcd", "abcd"], n=2, max_tokens=1, **asked), 400, field)
+    assert server.complete(["abcd"] * 3, n=2, max_tokens=1, **fields).status_code == 200
+    message = refused(server.complete(["abcde", "abcd", "abcd"], n=2, max_tokens=1, **fields), 400, param)
     assert "13 positions × 2 × 4" in message and "96" in message
 
 
@@ -204,15 +199,10 @@ def test_log_probabilities_of_a_chat_s_prompt_are_counted_once(
     refused(server.post("/v1/chat/completions", body), 400, "prompt_logprobs")
 
 
-def test_a_large_value_in_a_small_field_is_refused_by_size(server: Running) -> None:
-    refused(server.complete(stop=["x" * 100] * 4000), 400, "stop")
-    refused(server.complete(logit_bias={str(i): 0.123456789 for i in range(20_000)}), 400, "logit_bias")
-
-
 # Models, routes, methods.
 
 
-def test_an_unknown_model_is_a_404_that_names_those_there_are(server: Running) -> None:
+def test_an_unknown_model_is_a_404_that_names_the_known_ones(server: Running) -> None:
     assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
     refused(server.chat(model="x" * 100_000), 404, "model")
     refused(server.http.get("/v1/models/nope/at/all"), 404, "model")
@@ -236,7 +226,7 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Runn
     assert server.http.request("BREW", "/health").status_code in (400, 405)
 
 
-# What the engine refuses.
+# Refusals of the engine.
 
 
 def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing() -> None:
@@ -266,11 +256,11 @@ def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
         tokenizer.encode_batch = slow  # type: ignore[method-assign]
         with ThreadPoolExecutor(1) as threads:
             body = {"prompt": "x" * 5000, "truncate_prompt_tokens": 5}
-            asked = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body)
+            answer = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body)
             until(lambda: server.call(lambda: server.app.service._num_preparing) == 1)
             refused(server.complete(), 429)
             go_on.set()
-            assert asked.result().status_code == 200
+            assert answer.result().status_code == 200
         assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
 
@@ -278,10 +268,10 @@ def test_a_refused_prompt_takes_back_those_before_it(monkeypatch: pytest.MonkeyP
     engine = FakeEngine(delay_s=0.01)
     generate = engine.generate
 
-    def generate_one(*given: Any, **options: Any) -> Answer:
+    def generate_one(*arguments: Any, **options: Any) -> Answer:
         if engine.submitted:
             raise InvalidRequest("prompt", "it is the second")
-        return generate(*given, **options)
+        return generate(*arguments, **options)
 
     monkeypatch.setattr(engine, "generate", generate_one)
     with running(engine) as server:
@@ -318,7 +308,7 @@ def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
     assert len(echoed(b"\xff\xff")) == 32  # nothing is left, so it is ours
 
 
-def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
+def test_an_unknown_word_is_refused_with_the_words_that_are_expected() -> None:
     class Part(msgspec.Struct):
         note: msgspec.Raw = msgspec.Raw()
         kind: Literal["text", "file"] | None = None
@@ -335,25 +325,8 @@ def test_a_word_that_is_none_is_refused_with_those_that_are() -> None:
         assert str(refusal.value) == expected
 
 
-def test_a_list_of_ids_that_is_too_long_is_refused_with_its_length(server: Running) -> None:
-    for ids, length in (([1] * 4000, 4000), ([1] * 1001, 1001), ([[1], [1] * 4001], 2001)):
-        message = refused(server.complete(ids), 400, "prompt")
-        assert f"{length} tokens; the context holds 1000 with the answer, so at most 999" in message
-    message = refused(server.post("/v1/embeddings", {"input": [1] * 1001}), 400, "input")
-    assert "1001 tokens; the context holds 1000, so at most 1000 can be given" in message
-    message = refused(server.post("/detokenize", {"tokens": [1] * 1001}), 400, "tokens")
-    assert "1001 tokens" in message
-
-
-def test_too_many_texts_are_refused_before_any_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "decode", Mock(side_effect=AssertionError("decoded")))
-    for text in (b'"",', b'"\\\\",', b'"\\"",'):
-        raw = msgspec.Raw(b"[" + (text * 3000).rstrip(b",") + b"]")
-        with pytest.raises(InvalidRequest, match="more than 1024 inputs"):
-            prompts.decode_inputs("prompt", raw, 1024, INFO)
-    monkeypatch.undo()
-    quoted = msgspec.Raw(msgspec.json.encode(['"' * 50] * 1024))
-    assert len(prompts.decode_inputs("prompt", quoted, 1024, INFO)) == 1024
+def test_as_many_texts_as_are_allowed_are_served_whatever_is_in_them(server: Running) -> None:
+    assert server.complete(['"\\",' * 10] * 1024, max_tokens=1).json()["usage"]["prompt_tokens"] == 40 * 1024
 
 
 def test_unknown_fields_are_ignored_and_named_in_a_header(server: Running, caplog: pytest.LogCaptureFixture) -> None:
