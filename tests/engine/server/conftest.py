@@ -15,7 +15,7 @@ from tests.support.running_server import Running, running, until
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """A server that repeats the prompt, or says `server.engine.reply`; after a module's tests nothing is left open."""
+    """Run a server that repeats the prompt, or says `server.engine.reply`; after a module's tests nothing is left open."""
     with running() as started:
         yield started
         started.engine.reply = None
@@ -28,7 +28,7 @@ def server() -> Iterator[Running]:
 # Chat templates, and the marks of calls that are special tokens of their models, unlike <tool_call> and <think>.
 TEMPLATES = {
     "qwen": (QWEN3, ()),
-    "free": (QWEN3, ()),  # whose optional calls no grammar holds
+    "free": (QWEN3, ()),  # no grammar holds its optional calls
     "llama": (LLAMA3, ("<|python_tag|>",)),
     "mistral": (MISTRAL_CALLS, ("[TOOL_CALLS]", "[ARGS]")),
     "harmony": (HARMONY, TOKENS),
@@ -60,7 +60,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def qwen(servers: Servers) -> Running:
-    """A server with the template of Qwen3; it says "Hello." until a test lets it say something else."""
+    """Return a server with the template of Qwen3; it says "Hello." until a test lets it say something else."""
     servers["qwen"].engine.reply = "Hello."
     return servers["qwen"]
 
@@ -73,5 +73,5 @@ def openai() -> Any:
 
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
-    with server.openai() as made:
-        yield made
+    with server.openai() as opened:
+        yield opened

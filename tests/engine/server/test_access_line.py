@@ -20,19 +20,19 @@ LINE = AccessLine(route="/v1/completions", status=200, total_ms=12.5, id="a", mo
 
 @contextlib.contextmanager
 def lines(room: str) -> Iterator[list[str]]:
-    """What is written meanwhile, with whatever stands before it left out."""
-    found: list[str] = []
+    """Collect the messages of a room's access log."""
+    messages: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            messages.append(record.getMessage())
 
     log, room_log, keep = logging.getLogger(f"penstock.{room}.access"), logging.getLogger(f"penstock.{room}"), Keep()
     handlers, level, passes = log.handlers, room_log.level, log.propagate
     room_log.setLevel(logging.INFO)
     log.addHandler(keep)
     try:
-        yield found
+        yield messages
     finally:
         log.handlers, log.propagate = handlers, passes
         log.removeHandler(keep)
@@ -45,7 +45,7 @@ def serving(**settings: Any) -> Iterator[tuple[Running, list[str]]]:
         yield server, found
 
 
-def test_a_line_has_what_the_request_was_and_took() -> None:
+def test_a_line_has_the_fields_of_its_request_and_its_times() -> None:
     with (
         collecting() as collector,
         serving(api_keys=("first-key", "second-key"), telemetry=Telemetry(otlp_traces_endpoint=collector.url)) as (
@@ -81,7 +81,7 @@ def test_a_line_has_what_the_request_was_and_took() -> None:
     }
 
 
-def test_nothing_from_outside_breaks_a_line_or_stands_in_it_unasked() -> None:
+def test_nothing_from_outside_breaks_a_line_or_stands_in_it() -> None:
     hostile = b'x","status":200}\\n\x85\xe2\x80\xa8{"canary'
     with serving(api_keys=("the-key",)) as (server, found):
         for path in ("/v1/completions", "/canary\u2028path", "/v1/completions?canary"):
@@ -93,11 +93,9 @@ def test_nothing_from_outside_breaks_a_line_or_stands_in_it_unasked() -> None:
                 )
         until(lambda: len(found) == 6)
     for line in found:
-        said = json.loads(line)
+        fields = json.loads(line)
         assert line.isascii() and line.splitlines() == [line]
-        assert said.get("client_id") == "xstatus:200n" + "canary" and "canary" not in json.dumps(
-            {**said, "client_id": ""}
-        )
+        assert fields.pop("client_id") == "xstatus:200ncanary" and "canary" not in json.dumps(fields)
 
 
 def test_every_form_keeps_a_line_on_one_line() -> None:
@@ -121,13 +119,13 @@ def test_probes_have_no_line_and_a_higher_level_silences_all() -> None:
     assert [json.loads(line)["route"] for line in found] == ["/v1/models", "/health"]
 
 
-def test_off_is_off() -> None:
+def test_without_an_access_log_there_is_no_line() -> None:
     with running(FakeEngine(), access_log="off") as server, lines("engine") as found:
         server.complete(max_tokens=1)
     assert found == []
 
 
-def test_a_router_says_whose_answer_it_was_and_what_it_refused_itself() -> None:
+def test_a_router_names_the_replica_of_an_answer_and_logs_refusals() -> None:
     answer = whole(b"{}", b"200 OK", b"x-request-id: theirs", b"x-penstock-cached-tokens: 16")
     with (
         stub(lambda seen, sock: answer) as replica,

@@ -1,4 +1,4 @@
-"""Pause, sleep and other weights over HTTP, before a real core with the oracle; and what TRL's client asks for."""
+"""Pause, sleep and updates of weights over HTTP, before a real core with the oracle; and the requests of TRL's client."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_other_weights_are_another_fingerprint_and_another_answer_at_once(server
     assert server.http.get("/weights_version").json() == {"weights_version": 2}
 
 
-def test_what_is_refused_names_the_field_and_changes_nothing(server: Running, tmp_path: Path) -> None:
+def test_a_refusal_names_the_field_and_changes_nothing(server: Running, tmp_path: Path) -> None:
     first = choice(server)
     (tmp_path / "none").mkdir()
     none = update(server, str(tmp_path / "none"))
@@ -90,7 +90,7 @@ def test_the_query_and_the_body_are_one_set_of_fields(server: Running) -> None:
     assert asking.result(60)["finish_reason"] == "length"
 
 
-def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
+def test_a_pause_waits_for_running_requests_or_ends_them(server: Running) -> None:
     long = {"max_tokens": 2000, "ignore_eos": True}
     asking = ask(server, **long)
     until(lambda: len(server.engine.answers) == 1)
@@ -105,7 +105,7 @@ def test_a_pause_waits_for_what_runs_or_ends_it(server: Running) -> None:
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
 
-def test_sleeps_and_pauses_that_wait_end_with_the_last_request_and_only_the_first_sleep_is_served(
+def test_sleeps_and_pauses_that_wait_end_with_the_last_request(
     server: Running,
 ) -> None:
     asking = ask(server, max_tokens=3000, ignore_eos=True)
@@ -143,24 +143,22 @@ def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path
     assert asking.result(60)["token_ids"] == first["token_ids"] == choice(server)["token_ids"]
 
 
-def test_updates_at_once_come_one_after_the_other_and_each_answer_is_of_whole_versions(
-    server: Running, tmp_path: Path
-) -> None:
+def test_concurrent_updates_are_applied_one_after_the_other(server: Running, tmp_path: Path) -> None:
     paths = [content_folder(tmp_path, name) for name in "abcd"]
     asking = [ask(server, max_tokens=1500, ignore_eos=True) for _ in range(3)]
     until(lambda: len(server.engine.answers) == 3)
-    found = [updated.json() for updated in THREADS.map(partial(update, server), paths)]
-    assert sorted(each["weights_version"] for each in found) == [1, 2, 3, 4]
-    assert len({each["fingerprint"] for each in found}) == 4
+    updates = [updated.json() for updated in THREADS.map(partial(update, server), paths)]
+    assert sorted(each["weights_version"] for each in updates) == [1, 2, 3, 4]
+    assert len({each["fingerprint"] for each in updates}) == 4
     for each in asking:
         # Absent from an answer that ended before the updates.
         versions = each.result(60).get("weights_versions") or [0] * 1500
         assert len(versions) == 1500 and versions == sorted(versions)
-    last = max(found, key=lambda each: each["weights_version"])
+    last = max(updates, key=lambda each: each["weights_version"])
     assert server.http.get("/v1/models").json()["data"][0]["fingerprint"] == last["fingerprint"]
 
 
-def test_listeners_of_cache_events_hear_the_new_fingerprint(server: Running, tmp_path: Path) -> None:
+def test_listeners_of_cache_events_get_the_new_fingerprint(server: Running, tmp_path: Path) -> None:
     def first_frame(pieces: Iterator[bytes]) -> Hello:
         frame = FrameReader().feed(next(pieces))[0]
         assert isinstance(frame, Hello)
@@ -182,8 +180,7 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
         process = server.engine._process  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the update is not done before it is killed
         updating = THREADS.submit(update, server, path)
-        asked = server.engine._pending_replies  # type: ignore[attr-defined]
-        until(lambda: bool(asked))
+        until(lambda: bool(server.engine._pending_replies))  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGKILL)
         answer = updating.result(60)
         assert answer.status_code == 503 and "was killed by SIGKILL" in answer.text
@@ -193,18 +190,18 @@ def test_a_core_that_is_killed_in_an_update_ends_the_server_with_an_error(tmp_pa
 def test_a_client_that_leaves_while_its_sleep_waits_leaves_no_pause_behind() -> None:
     with running(oracle_engine(max_model_len=4096), allow_weight_updates=True) as server:
         process = server.engine._process  # type: ignore[attr-defined]
-        asked = server.engine._pending_replies  # type: ignore[attr-defined]
+        pending = server.engine._pending_replies  # type: ignore[attr-defined]
         os.kill(process.pid, signal.SIGSTOP)  # so that the pause is not done before the client has left
         with server.connect() as sock:
             sock.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
-            until(lambda: bool(asked))
-        until(lambda: len(asked) > 1 or not server.app.service.num_open_requests)
+            until(lambda: bool(pending))
+        until(lambda: len(pending) > 1 or not server.app.service.num_open_requests)
         os.kill(process.pid, signal.SIGCONT)
-        until(lambda: not asked)
+        until(lambda: not pending)
         assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_nothing_of_it_is_served_unless_the_operator_allows_it_and_keys_are_asked_for() -> None:
+def test_the_routes_require_the_operator_s_permission_and_a_key() -> None:
     with running(oracle_engine(max_model_len=4096)) as server:
         for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights"):
             assert server.post(path, {}).status_code == 404
@@ -221,7 +218,7 @@ def test_nothing_of_it_is_served_unless_the_operator_allows_it_and_keys_are_aske
     resolve(ServerConfig(allow_weight_updates=True, host="0.0.0.0", api_keys=("k",)), {})
 
 
-def test_what_trl_asks_for_beside_its_communicator_is_answered(server: Running) -> None:
+def test_the_requests_of_trls_client_are_answered(server: Running) -> None:
     """trl.generation.vllm_client of TRL 1.16: the requests that it makes, and what it reads of the answers."""
     http = server.http
     assert http.get("/health").status_code == 200
@@ -229,14 +226,14 @@ def test_what_trl_asks_for_beside_its_communicator_is_answered(server: Running) 
     info = http.get("/server_info", params={"config_format": "json"}).json()
     assert info["vllm_config"]["weight_transfer_config"] is None  # which it takes as a refusal, in words
     sampling = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    asked = {**sampling, "max_tokens": 4, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    choices = server.post("/v1/completions", {"model": MODEL, "prompt": ["ab", "cd"], **asked}).json()["choices"]
+    fields = {**sampling, "max_tokens": 4, "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    choices = server.post("/v1/completions", {"model": MODEL, "prompt": ["ab", "cd"], **fields}).json()["choices"]
     assert [each["prompt_token_ids"] for each in choices[::2]] == [[97, 98], [99, 100]]
     for each in choices:
         assert each["logprobs"]["tokens"] == [f"token_id:{token}" for token in each["token_ids"]]
         assert [*each["logprobs"]["top_logprobs"][0]] == [f"token_id:{each['token_ids'][0]}"]
-    asked |= {"logprobs": True, "top_logprobs": 0, "n": 1}
-    chat = server.chat(**asked).json()
+    fields |= {"logprobs": True, "top_logprobs": 0, "n": 1}
+    chat = server.chat(**fields).json()
     (one,) = chat["choices"]
     assert [entry["token"] for entry in one["logprobs"]["content"]] == [f"token_id:{t}" for t in one["token_ids"]]
     assert chat["prompt_token_ids"]

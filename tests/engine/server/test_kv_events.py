@@ -1,8 +1,7 @@
-"""The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many; and resets."""
+"""The stream of cache events over HTTP, for listeners that are slow, late or one of many; and resets of the cache."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
 from typing import cast
 
 import httpx
@@ -31,8 +30,8 @@ class Follower:
         self.held: set[bytes] = set()
         self._pieces, self._reader = response.iter_raw(), FrameReader()
 
-    def has(self, wanted: set[bytes]) -> bool:
-        return wanted <= self.held
+    def follow_to(self, held: set[bytes]) -> None:
+        self.follow(lambda: held <= self.held)
 
     def follow(self, is_enough: Callable[[], bool]) -> None:
         while not is_enough():
@@ -47,9 +46,9 @@ class Follower:
 @contextlib.contextmanager
 def following(server: Running) -> Iterator[Follower]:
     with server.http.stream("GET", "/kv_events", timeout=60) as response:
-        made = Follower(response)
-        made.follow(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in made.frames))
-        yield made
+        follower = Follower(response)
+        follower.follow(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in follower.frames))
+        yield follower
 
 
 def keys(run: bytes) -> set[bytes]:
@@ -59,7 +58,7 @@ def keys(run: bytes) -> set[bytes]:
 server = started(lambda: oracle_engine(max_model_len=4000))
 
 
-def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
+def test_a_listener_learns_the_keys_cached_before_and_after_it_came(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "ALIVE_S", 0.1)
@@ -75,7 +74,7 @@ def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
     with following(server) as one, following(server) as two:
         server.complete(late, max_tokens=1)
         for follower in (one, two):
-            follower.follow(partial(follower.has, expected(early) | expected(late)))
+            follower.follow_to(expected(early) | expected(late))
             hello = follower.frames[0]
             assert isinstance(hello, Hello) and hello.fingerprint == info.fingerprint
             seqs = [frame.seq for frame in follower.frames if isinstance(frame, Changes)]
@@ -92,7 +91,7 @@ async def anext_frame(frames: AsyncGenerator[bytes, None]) -> Frame:
     return frame
 
 
-async def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_listener_gets_a_new_snapshot_instead_of_missed_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
     engine = FakeEngine()
     events = KvEvents(cast(Service, Stub(engine)))
@@ -115,7 +114,7 @@ async def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(mon
 
 
 class Stub:
-    """As much of a service as the stream looks at."""
+    """The part of a service that the stream reads."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -167,7 +166,7 @@ def test_frames_survive_any_cut_of_the_bytes(size: int) -> None:
 
 
 @pytest.mark.parametrize(("data", "message"), cases(__file__, "no frames", pack=pack, Snapshot=Snapshot))
-def test_what_is_no_frame_is_an_error_that_says_so(data: bytes, message: str) -> None:
+def test_bytes_that_are_no_frame_are_an_error(data: bytes, message: str) -> None:
     with pytest.raises(StreamError, match=message):
         FrameReader().feed(data)
 

@@ -98,7 +98,7 @@ class Stream(threading.Thread):
 
 @contextlib.contextmanager
 def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterator[Process]:
-    """`before`: the words of a command that runs it."""
+    """Run the server as a process. `before`: the words of a command that runs it."""
     started = Process(drain_timeout_s, before)
     try:
         yield started
@@ -134,14 +134,14 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "the server is shutting down"
         assert refused.headers["connection"] == "close"
-        server.signal(signal.SIGWINCH)  # all that is missing, at once
+        server.signal(signal.SIGWINCH)  # the rest of the answer comes at once
         events = stream.finish()
         assert text(events) == "abc" * 300
         assert events[-1] == "[DONE]"
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_does_not_wait_and_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
+def test_a_second_signal_ends_the_server_and_the_log_has_no_prompt_and_no_key() -> None:
     with process() as server:
         body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
         headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
@@ -231,16 +231,16 @@ def test_the_second_of_two_servers_that_bind_a_port_at_once_names_it() -> None:
 
 @pytest.fixture
 def two_addresses(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """The name "both" resolves to them, as "localhost" does where IPv4 and IPv6 are on."""
-    found = ("127.0.0.1", "127.0.0.2")
+    """Let the name "both" resolve to two addresses, as "localhost" does where IPv4 and IPv6 are on."""
+    addresses = ("127.0.0.1", "127.0.0.2")
     resolve_name = socket.getaddrinfo
 
     def resolve_both(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
-        hosts = found if host == "both" else (host,)
+        hosts = addresses if host == "both" else (host,)
         return [entry for each in hosts for entry in resolve_name(each, port, *args, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve_both)
-    return found
+    return addresses
 
 
 def test_a_server_listens_at_every_address_of_its_host(two_addresses: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The spans of a server's requests, as a collector and the SDK's own exporter get them, and what a collector that fails costs."""
+"""The spans of a server's requests, as a collector and the SDK's own exporter get them. A collector that fails delays no request."""
 
 import contextlib
 import re
@@ -20,8 +20,8 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with collecting() as found:
-        yield found
+    with collecting() as started:
+        yield started
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def tracing_to(collector: Collector, engine: FakeEngine | None = None) -> Iterat
         server.app.service.spans.close()
 
 
-def test_a_request_is_a_span_with_queue_prefill_and_decode_one_after_the_other(collector: Collector) -> None:
+def test_a_request_is_a_span_with_queue_prefill_and_decode_in_this_order(collector: Collector) -> None:
     before_ns = time.time_ns()
     with tracing_to(collector, FakeEngine(delay_s=0.005)) as server:
         headers = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d", "x-request-id": "mine"}
@@ -115,7 +115,7 @@ def test_several_prompts_have_their_own_spans_and_an_embedding_has_no_decode(col
     assert sorted(span.name for span in within) == ["prefill"] * 16 + ["queue"] * 16  # of twenty
 
 
-def test_what_fails_is_marked_and_what_is_refused_is_the_clients_fault(collector: Collector) -> None:
+def test_failed_requests_are_marked_and_refused_ones_are_not(collector: Collector) -> None:
     engine = FakeEngine()
     with tracing_to(collector, engine) as server:
         engine.fail_next = "a kernel failed"
@@ -151,7 +151,7 @@ def test_probes_and_pages_are_not_traced(collector: Collector) -> None:
     assert {span.name for span in collector.spans} == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
 
 
-def test_the_sdks_environment_names_the_service_adds_headers_and_samples_where_the_client_has_no_flag(
+def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
@@ -169,25 +169,17 @@ def test_the_sdks_environment_names_the_service_adds_headers_and_samples_where_t
     assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
 
 
-@pytest.mark.parametrize("header", table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT))
-def test_a_traceparent_that_is_none_begins_another_trace(header: str) -> None:
-    assert not joins([header])
-
-
-def test_a_traceparent_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
-    assert joins([f"01-{TRACE}-{PARENT}-03-more"])
-    assert not joins([TRACEPARENT] * 2)  # given twice
-
-
-def joins(headers: list[str]) -> bool:
-    """Whether a request with these `traceparent` headers becomes part of TRACE."""
+@pytest.mark.parametrize(
+    ("headers", "joins"), table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT)
+)
+def test_a_valid_traceparent_is_joined_and_another_begins_a_trace(headers: list[str], joins: bool) -> None:
     spans = tracing.Tracing(Telemetry(otlp_traces_endpoint="http://127.0.0.1:9"), "penstock")
     trace = spans.begin([(b"traceparent", header.encode()) for header in headers], "POST", 0.0)
     spans.close()
-    return trace.trace_id == TRACE
+    assert (trace.trace_id == TRACE) is joins
 
 
-def test_a_collector_that_is_gone_or_hangs_holds_nothing_up(
+def test_a_collector_that_fails_or_hangs_delays_no_request(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "CLOSE_S", 0.05)
@@ -202,10 +194,10 @@ def test_a_collector_that_is_gone_or_hangs_holds_nothing_up(
     assert collector.spans == []
 
 
-@pytest.mark.parametrize(("said", "message"), table(__file__, "collectors", Telemetry=Telemetry))
-def test_what_is_no_collector_is_refused_by_name(said: Telemetry, message: str) -> None:
+@pytest.mark.parametrize(("options", "message"), table(__file__, "collectors", Telemetry=Telemetry))
+def test_an_invalid_collector_is_refused_by_name(options: Telemetry, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        check(said, {})
+        check(options, {})
 
 
 def test_the_path_of_a_collector_may_be_left_out() -> None:
@@ -214,14 +206,14 @@ def test_the_path_of_a_collector_may_be_left_out() -> None:
 
 
 def test_without_the_sdk_the_flag_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Telemetry(otlp_traces_endpoint="http://127.0.0.1:4318")
-    check(said, {})
+    options = Telemetry(otlp_traces_endpoint="http://127.0.0.1:4318")
+    check(options, {})
     monkeypatch.setattr(telemetry, "SDK_PACKAGES", ("opentelemetry.sdk", "no_such_package.http"))
     with pytest.raises(ValueError, match=re.escape("run `pip install penstock[otel]`")):
-        check(said, {})
+        check(options, {})
 
 
-def test_where_nothing_is_traced_nothing_of_it_is_loaded() -> None:
+def test_without_tracing_no_module_of_it_is_loaded() -> None:
     code = (
         "import sys, penstock.engine.server.lifetime, penstock.router.serve;"
         "print([name for name in sys.modules if 'opentelemetry' in name or name.endswith(('.spans', '.tracing'))])"
