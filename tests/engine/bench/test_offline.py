@@ -4,7 +4,8 @@ import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,38 +16,21 @@ from penstock.engine.config import ConfigError
 from tests.support.refusals import table
 
 
-class CountingLLM:
-    """Answers each prompt with as many tokens as asked for; remembers what it was asked."""
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Put an engine that answers each prompt with as many tokens as it may into the place of LLM."""
 
-    made: ClassVar[list["CountingLLM"]] = []
-
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.model, self.options = model, options
-        self.info = SimpleNamespace(vocab_size=300, max_model_len=4096)
-        self.batches: list[tuple[list[Any], Any]] = []
-        self.is_closed = False
-        CountingLLM.made.append(self)
-
-    def __enter__(self) -> "CountingLLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_closed = True
-
-    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
-        self.batches.append((prompts, params))
+    def generate(prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         each = params if isinstance(params, list) else [params] * len(prompts)
         return [
-            SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=[1] * p.max_tokens)] * p.n)
-            for prompt, p in zip(prompts, each, strict=True)
+            SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=[1] * one.max_tokens)])
+            for prompt, one in zip(prompts, each, strict=True)
         ]
 
-
-@pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingLLM]:
-    monkeypatch.setattr(offline, "LLM", CountingLLM)
-    CountingLLM.made = []
-    return CountingLLM
+    llm = MagicMock(info=SimpleNamespace(vocab_size=300, max_model_len=4096), generate=MagicMock(side_effect=generate))
+    llm.__enter__.return_value = llm
+    monkeypatch.setattr(offline, "LLM", MagicMock(return_value=llm))
+    return llm
 
 
 def run(*words: str) -> int:
@@ -56,74 +40,53 @@ def run(*words: str) -> int:
 
 
 def test_throughput_counts_prompts_and_all_answers(
-    counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    opened: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.json"
-    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3")
-    assert run("throughput", *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
-    (llm,) = counting.made
-    assert llm.model == "m" and llm.options == {"skip_tokenizer": False, "dtype": "float32"} and llm.is_closed
-    assert [len(prompts) for prompts, _ in llm.batches] == [4]
+    lengths = ("--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
+    assert run("throughput", *lengths, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
+    offline.LLM.assert_called_once_with("m", skip_tokenizer=False, dtype="float32")  # type: ignore[attr-defined]
+    assert opened.__exit__.called
+    ((prompts, params),) = (call.args for call in opened.generate.call_args_list)
+    assert len({len(prompt) for prompt in prompts}) > 3 and len({each.max_tokens for each in params}) > 3
+    assert all(each.ignore_eos for each in params) and max(max(prompt) for prompt in prompts) < 300
+    num_input, num_output = sum(map(len, prompts)), sum(each.max_tokens for each in params)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("Throughput: ") and printed[0].endswith(" output tokens/s")
-    assert printed[1:] == ["Total num prompt tokens:  40", "Total num output tokens:  12"]
+    assert printed[1:] == [f"Total num prompt tokens:  {num_input}", f"Total num output tokens:  {num_output}"]
     saved = json.loads(path.read_text())
-    assert saved["num_requests"] == 4 and saved["total_num_tokens"] == 52
-    assert saved["tokens_per_second"] == pytest.approx(52 / saved["elapsed_time"])
-    assert saved["requests_per_second"] == pytest.approx(4 / saved["elapsed_time"])
-
-
-def test_throughput_runs_every_request_to_its_full_length(counting: type[CountingLLM]) -> None:
-    run("throughput", "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
-    ((prompts, params),) = counting.made[0].batches
-    assert all(each.ignore_eos for each in params)
-    assert len({len(prompt) for prompt in prompts}) > 3 and len({each.max_tokens for each in params}) > 3
-    assert max(max(prompt) for prompt in prompts) < 300
-    with pytest.raises(ConfigError, match="trace_speed: 2.0 given; without a server all requests are sent at once"):
-        run("throughput", "--dataset-name", "timed_trace", "--trace-speed", "2")
+    assert saved["num_requests"] == 50 and saved["total_num_tokens"] == num_input + num_output
+    assert saved["tokens_per_second"] == pytest.approx((num_input + num_output) / saved["elapsed_time"])
+    assert saved["requests_per_second"] == pytest.approx(50 / saved["elapsed_time"])
 
 
 def test_latency_reports_the_measured_iterations_only(
-    counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    opened: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    times = [0, 1, 10, 12, 20, 23, 30, 34, 40, 45, 50, 56, 60, 67]  # the batches take 1, 2, … 7 seconds
+    monkeypatch.setattr(offline, "time", SimpleNamespace(perf_counter=iter(times).__next__))
     path = tmp_path / "out.json"
     options = ("--num-iters-warmup", "2", "--num-iters", "5", "--batch-size", "3", "--input-len", "6")
     assert run("latency", *options, "--output-len", "4", "--output-json", str(path)) == 0
-    (llm,) = counting.made
-    assert [len(prompts) for prompts, _ in llm.batches] == [3] * 7
-    assert llm.batches[0][1].max_tokens == 4
+    batches = [call.args for call in opened.generate.call_args_list]
+    assert [[len(prompt) for prompt in prompts] for prompts, _ in batches] == [[6] * 3] * 7
+    assert batches[0][1].max_tokens == 4
     saved = json.loads(path.read_text())
-    assert len(saved["latencies"]) == 5
-    assert saved["avg_latency"] == pytest.approx(sum(saved["latencies"]) / 5)
-    assert set(saved["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    assert saved["latencies"] == [3, 4, 5, 6, 7] and saved["avg_latency"] == 5
+    assert saved["percentiles"] == pytest.approx({"10": 3.4, "25": 4, "50": 5, "75": 6, "90": 6.6, "99": 6.96})
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == f"Avg latency: {saved['avg_latency']} seconds"
-    assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
+    assert printed[0] == "Avg latency: 5.0 seconds" and printed[3] == "50% percentile latency: 5.0 seconds"
 
 
-@pytest.mark.parametrize(("name", "option", "value", "least"), table(__file__, "offline counts"))
-def test_a_count_out_of_range_is_named(
-    counting: type[CountingLLM], name: str, option: str, value: int, least: int
-) -> None:
-    with pytest.raises(ConfigError, match=f"{option.replace('-', '_')}: {value} given; expected `int` >= {least}"):
-        run(name, f"--{option}={value}")
-    assert not counting.made, "nothing was loaded for it"
-
-
-@pytest.mark.parametrize("name", ["serve", "throughput", "latency", "startup"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (tmp_path, tmp_path / "none" / "out.json"):
-        with pytest.raises(SystemExit):
-            run(name, "--output-json", str(path))
-        assert (
-            f"argument --output-json: {path} cannot be written; a file in an existing folder" in capsys.readouterr().err
-        )
+@pytest.mark.parametrize(("words", "message"), table(__file__, "options without a server"))
+def test_an_unusable_option_is_named_before_anything_runs(words: list[str], message: str, opened: MagicMock) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*words)
+    assert not opened.generate.called
 
 
 def test_a_result_that_cannot_be_written_at_the_end_is_printed(
-    counting: type[CountingLLM], capsys: pytest.CaptureFixture[str]
+    opened: MagicMock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="/dev/full cannot be written: No space left on device; the result is print"):
         run("throughput", "--num-prompts", "2", "--output-json", "/dev/full")
@@ -132,8 +95,8 @@ def test_a_result_that_cannot_be_written_at_the_end_is_printed(
 
 
 def test_prompts_that_cannot_fit_are_refused_before_they_are_made(
-    counting: type[CountingLLM], capsys: pytest.CaptureFixture[str]
+    opened: MagicMock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "latency", "--input-len", "1000000000", "--output-len", "10"]) == 2
     assert "input_len: 1000000010 tokens with the answer; a request may have 4096" in capsys.readouterr().err
-    assert counting.made[0].batches == []
+    assert not opened.generate.called
