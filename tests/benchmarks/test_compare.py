@@ -1,4 +1,4 @@
-"""Servers side by side, and results against earlier ones."""
+"""Servers side by side, answers side by side, and what all scripts need."""
 
 import importlib
 import json
@@ -13,23 +13,19 @@ from tests.support.default_file import needs_model
 from tests.support.programs import printed
 
 sys.path.insert(0, str(pairs.HERE))  # its scripts import each other as scripts do
-compare, script_pairs = importlib.import_module("compare"), importlib.import_module("pairs")
-
-
-@pytest.fixture(autouse=True)
-def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_pairs, "RESULTS", tmp_path / "results")
+agreement, compare = importlib.import_module("bench_agreement"), importlib.import_module("compare")
 
 
 def test_two_servers_take_turns_and_the_ratios_are_of_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(importlib.import_module("pairs"), "RESULTS", tmp_path / "results")
     options = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "3"]
     with endpoint() as first, endpoint() as second:
         sides = ["--side", f"a={first.url}", "--side", f"b={second.url}"]
         compare.main([*sides, "--rounds", "3", "--", *options])
-    said = capsys.readouterr().out
-    order = [line.split(":")[0].strip() for line in said.partition("3 rounds")[2].splitlines() if "tok/s" in line]
+    printed = capsys.readouterr().out.partition("3 rounds")[2].splitlines()
+    order = [line.split(":")[0].strip() for line in printed if "tok/s" in line]
     assert order == ["a", "b", "b", "a", "a", "b"]
     (line,) = (tmp_path / "results" / "compare.jsonl").read_text().splitlines()
     result = json.loads(line)
@@ -38,12 +34,12 @@ def test_two_servers_take_turns_and_the_ratios_are_of_the_first(
     assert result["ratios"]["b"]["output_throughput"]["ratio"] == pytest.approx(ratios[1], rel=1e-3)
 
 
-def test_what_a_side_is_run_by() -> None:
+def test_a_side_is_started_by_its_kind_or_by_any_command() -> None:
     vllm = ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
-    for what, words in (("vllm:/env/bin/python", vllm), ("llama.cpp:/llama-server", ["/llama-server", "-m", "M"])):
-        assert compare.command_of(what, "M") == [*words, "--port", "{port}"]
+    for kind, words in (("vllm:/env/bin/python", vllm), ("llama.cpp:/llama-server", ["/llama-server", "-m", "M"])):
+        assert compare.command_of(kind, "M") == [*words, "--port", "{port}"]
         with pytest.raises(SystemExit, match="model: none given"):
-            compare.command_of(what, None)
+            compare.command_of(kind, None)
     assert compare.command_of("my-server --port {port}", "M") == ["my-server", "--port", "{port}"]
     with pytest.raises(SystemExit, match="my-server --fast' given"):
         compare.command_of("my-server --fast", "M")
@@ -58,13 +54,28 @@ def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
         pass
 
 
-def test_every_script_can_be_imported_and_what_it_replaces_exists() -> None:
+def test_every_script_can_be_imported_and_replaces_what_exists() -> None:
     for path in pairs.HERE.glob("*.py"):
         if path.stem != "eplb_peer":  # for the environment of vLLM
             importlib.import_module(path.stem)
     answers = importlib.import_module("bench_answers")
     with answers.WITHOUT_JUMPING, answers.WITHOUT_DRAFTS:
         pass
+
+
+def test_answers_agree_up_to_the_first_difference_or_the_end_of_one() -> None:
+    reference = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [], [1, 2]]
+    lengths = agreement.agreement(reference, [[1, 2, 3], [1, 9, 3], [1, 2], [], [1, 2, 3]])
+    assert lengths == [-1, 1, 2, -1, 2]
+    figures = agreement.line("ours", lengths, 3)
+    assert (figures["of"], figures["identical"], figures["median"]) == (5, 2, 2)
+
+
+def test_longer_files_of_prompts_make_up_for_shorter_ones(tmp_path: Path) -> None:
+    long, short = tmp_path / "long", tmp_path / "short"
+    long.write_text("".join(json.dumps({"question": f"q{number}"}) + "\n" for number in range(9)))
+    short.write_text(json.dumps({"turns": ["first", "second"]}) + "\n" + json.dumps({"prompt": "p"}) + "\n")
+    assert agreement.texts_of([str(long), str(short)], 6) == ["first", "p", "q0", "q1", "q2", "q3"]
 
 
 @needs_model

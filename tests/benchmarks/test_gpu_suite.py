@@ -1,4 +1,4 @@
-"""The last rung on a CPU at sizes that measure nothing: that it runs to its end, and is honest about what it did not."""
+"""The last rung on a CPU at sizes that measure nothing: it runs to its end, and reports each part that is missing."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ JOB = {"device": "cpu", "tiny": True, "dependent": False, "limit_s": 600.0}
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str, **job: Any) -> tuple[Figures, str]:
-    """What it reports, and all that it prints."""
+    """Return its figures, and everything that it prints."""
     suite_part.main(JOB | {"suite": options} | job)
     printed = capsys.readouterr().out
     lines = [json.loads(line.removeprefix(MARK)) for line in printed.splitlines() if line.startswith(MARK)]
@@ -28,12 +28,12 @@ def run(capsys: pytest.CaptureFixture[str], *options: str, **job: Any) -> tuple[
 
 
 @pytest.mark.slow
-def test_it_measures_the_parts_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_measures_the_selected_parts(capsys: pytest.CaptureFixture[str]) -> None:
     parts = "startup,decode,prefill,throughput,concurrent"
-    found, printed = run(capsys, "--parts", parts, "--models", "qwen3-8b")
-    assert {name.split()[1] for name in found} == {"startup", "decode", "prefill", "throughput", "concurrent"}
-    assert all(name.startswith("qwen3-8b: ") and "skipped" not in figure for name, figure in found.items())
-    assert found["qwen3-8b: throughput"]["output_tokens_per_s"] > 0
+    figures, printed = run(capsys, "--parts", parts, "--models", "qwen3-8b")
+    assert {name.split()[1] for name in figures} == {"startup", "decode", "prefill", "throughput", "concurrent"}
+    assert all(name.startswith("qwen3-8b: ") and "skipped" not in figure for name, figure in figures.items())
+    assert figures["qwen3-8b: throughput"]["output_tokens_per_s"] > 0
     assert "qwen3-8b: startup, decode, prefill, throughput, concurrent; at most" in printed
 
 
@@ -49,12 +49,12 @@ def test_decoding_steps_are_printed_beside_the_speed_of_a_read() -> None:
 
 
 def test_the_timer_flushes_by_reading_and_subtracts_an_empty_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = mock.MagicMock()
-    fake.Event.return_value.elapsed_time.side_effect = [5] * 3 + [25] * 3  # ms of an empty graph, then of the call
-    monkeypatch.setattr(torch, "cuda", fake)
-    timer = Timer(torch.device("cpu"), 3)
-    assert timer._on_gpu(lambda: None) == pytest.approx(0.020)
-    assert timer._flush._version == 0  # nothing wrote to it
+    cuda, flush = mock.MagicMock(), mock.MagicMock()
+    cuda.Event.return_value.elapsed_time.side_effect = [5] * 3 + [25] * 3  # ms of an empty graph, then of the call
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: flush)
+    assert Timer(torch.device("cuda"), 3).seconds(lambda: None) == pytest.approx(0.020)
+    assert flush.method_calls == [mock.call.sum()] * 6
 
 
 def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
@@ -64,40 +64,40 @@ def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
         assert pages.float().isfinite().all() and pages.float().std() == pytest.approx(1, abs=0.05)
 
 
-def test_what_is_late_is_killed_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_late_model_is_killed_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     limit_s = suite_part.MARGIN_S + 0.2
-    found, _ = run(capsys, "--models", "qwen3-8b", "--parts", "decode", limit_s=limit_s)
-    assert found == {"qwen3-8b: the rest": {"skipped": "decode: its 0 s were over"}}
+    figures, _ = run(capsys, "--models", "qwen3-8b", "--parts", "decode", limit_s=limit_s)
+    assert figures == {"qwen3-8b: the rest": {"skipped": "decode: its 0 s were over"}}
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_leaves_what_it_had_reported_and_its_last_words() -> None:
-    found, problem = run_part("model_part", JOB | {"models": ["absent"], "parts": ["decode"], "engine": True}, 600)
-    assert found == {} and problem == "KeyError: 'absent'"
-    assert suite_part.missing(["decode"], found, problem) == "decode: KeyError: 'absent'"
+def test_a_part_that_fails_leaves_its_figures_and_its_last_line() -> None:
+    figures, problem = run_part("model_part", JOB | {"models": ["absent"], "parts": ["decode"], "engine": True}, 600)
+    assert figures == {} and problem == "KeyError: 'absent'"
+    assert suite_part.missing(["decode"], figures, problem) == "decode: KeyError: 'absent'"
     partly: Figures = {"decode 1 at 24": {"step_ms": 1.0}}
     assert suite_part.missing(["decode"], partly, None) is None
     assert suite_part.missing(["decode"], partly, "out of memory") == "the rest of its figures: out of memory"
 
 
 def test_an_unknown_part_or_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, known in (("--parts", "decode"), ("--models", "qwen3-8b")):
+    for option, allowed in (("--parts", "decode"), ("--models", "qwen3-8b")):
         with pytest.raises(SystemExit):
             suite_part.read_options([option, "nothing"])
         message = capsys.readouterr().err
-        assert f"{option}: 'nothing' given; known are" in message and known in message
+        assert f"{option}: 'nothing' given; known are" in message and allowed in message
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("is_tiny", [False, True])
-def test_every_configuration_is_one_we_can_read(name: str, is_tiny: bool) -> None:
+def test_every_configuration_can_be_read(name: str, is_tiny: bool) -> None:
     assert name in SHARES
     config = config_of(name, is_tiny)
     _, read_spec = find_architecture(Fields(config, name))
     assert read_spec(Fields(config, name)).hidden_size == config["hidden_size"]
 
 
-def test_a_step_reads_of_the_experts_only_those_that_are_chosen() -> None:
+def test_a_step_reads_only_the_selected_experts() -> None:
     config = MODELS["qwen3-30b-a3b"]
     whole = 61_064_245_248  # its weights in bfloat16
     one, many = (decode_bytes(config, whole, 2, batch) for batch in (1, 10_000))

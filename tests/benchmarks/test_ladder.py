@@ -1,5 +1,5 @@
-"""The ladder of a first half hour on a GPU, rehearsed on a CPU: on a device that is stood in for, with no package that a
-bare machine lacks; and that it goes on, resumes and says so whatever happens on it."""
+"""The ladder of a first half hour on a GPU, rehearsed on a CPU: it needs no package that a bare machine lacks, goes on
+after a failure, and resumes."""
 
 import argparse
 import importlib
@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import torch
 from benchmarks.gpu import ladder, machine, memcheck_part, pytest_part
 
 CPU = torch.device("cpu")
-ON_THE_MACHINE = ("torch", "triton", "transformers", "numpy", "pytest", "setuptools", *machine.PACKAGES)
+ON_THE_MACHINE = (
+    *("torch", "triton", "numpy", "pytest", "setuptools", *machine.PACKAGES),
+    *("transformers", "huggingface-hub", "PyYAML"),  # the last two come with transformers
+)
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -39,24 +43,13 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> tuple[i
     return code, [json.loads(line) for line in (folder / "ladder.jsonl").read_text().splitlines()]
 
 
-def hidden_names() -> set[str]:
-    """Top-level modules of every distribution here that the machine need not have."""
-    found: set[str] = set()
-    waiting = [normal(name) for name in ON_THE_MACHINE]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        try:
-            needed = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        waiting += [normal(re.split(r"[\s;<>=!~\[(]", line)[0]) for line in needed if "extra ==" not in line]
+def lacking_modules() -> set[str]:
+    """Return the modules of our dependencies that a bare machine need not have."""
+    project = tomllib.loads((machine.ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    lacking = {normal(re.split(r"[\s<>=\[]", line)[0]) for line in lines} - {normal(name) for name in ON_THE_MACHINE}
     modules = importlib.metadata.packages_distributions()
-    return {
-        name for name, owners in modules.items() if not {normal(owner) for owner in owners} & (found | {"penstock"})
-    }
+    return {name for name, owners in modules.items() if {normal(owner) for owner in owners} <= lacking}
 
 
 def normal(name: str) -> str:
@@ -72,20 +65,20 @@ QUICK = "1,6"  # one rung of each kind: measured here, and in a process of kerne
 def test_rungs_run_with_no_more_than_a_bare_machine_has(
     rungs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    hidden = hidden_names()
-    assert {"ray", "httpx2", "openai", "jsonschema"} & hidden and not {"msgspec", "torch", "cffi"} & hidden
+    hidden = lacking_modules()
+    assert {"ray", "openai", "jsonschema"} <= hidden and not {"msgspec", "torch", "cffi"} & hidden
     (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code = "import ray"
-    absent = subprocess.run([sys.executable, "-c", code], env=machine.environment(), capture_output=True, text=True)
+    command = [sys.executable, "-c", "import ray"]
+    absent = subprocess.run(command, env=machine.environment(), capture_output=True, text=True)
     assert "No module named 'ray'" in absent.stderr
     suite = ("--suite", "--parts decode --models qwen3-0.6b")
-    code_, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", rungs, *suite)
+    code, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", rungs, *suite)
     assert [(line["name"], line["ok"], line["problem"]) for line in lines] == [
         (ladder.RUNGS[number - 1].name, True, None) for number in ladder.rungs_of(rungs)
     ]
-    assert code_ == 0 and all(line["figures"] for line in lines)
+    assert code == 0 and all(line["figures"] for line in lines)
     figures = {line["name"]: line["figures"] for line in lines}
     assert figures["device"]["read"]["gb_per_s"] > 0 and figures["device"]["lacking"]["extension"] is None
     assert "torch's prefill by math, 2 × 24" in figures["ceilings"]
@@ -99,7 +92,7 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
 
 
 @pytest.mark.parametrize("rung", ladder.RUNGS, ids=lambda rung: rung.name)
-def test_without_a_gpu_a_rung_says_so(monkeypatch: pytest.MonkeyPatch, rung: ladder.Rung) -> None:
+def test_every_rung_reports_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, rung: ladder.Rung) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(memcheck_part, "find_sanitizer", lambda: "/bin/false")
     job = {"device": "cuda", "tiny": False, "dependent": False, "share": [0, 1], "output": ".", "suite": []}
@@ -109,19 +102,19 @@ def test_without_a_gpu_a_rung_says_so(monkeypatch: pytest.MonkeyPatch, rung: lad
 
 
 @pytest.mark.slow
-def test_a_rung_that_fails_leaves_its_line_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rung_that_fails_leaves_its_line_and_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, lines = run(monkeypatch, tmp_path, "--rungs", "6,1")
     assert code == 1 and [line["rung"] for line in lines] == [6, 1]
     for line in lines:
         assert not line["ok"] and "sees no GPU" in line["problem"]
-    assert "versions" in lines[1]["figures"]  # what was said before
+    assert "versions" in lines[1]["figures"]  # reported before the failure
     assert "1 device: FAILED" in (tmp_path / "ladder.log").read_text()
 
 
-def test_a_rung_that_has_its_line_is_not_run_again_unless_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rung_is_run_once_unless_it_is_requested_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[str] = []
 
     def pretend(module: str, argument: dict[str, Any], count: int, limit_s: float, hear: Any) -> Any:
@@ -132,15 +125,16 @@ def test_a_rung_that_has_its_line_is_not_run_again_unless_asked(
     code, lines = run(monkeypatch, tmp_path, "--rungs", "1,6")
     assert code == 1 and [line["ok"] for line in lines] == [True, False]
     assert lines[1]["wrong"] == ["a figure"] and lines[1]["skipped"] == {"another": "no tool"}
-    with (tmp_path / "ladder.jsonl").open("a") as file:
-        file.write('{"rung": 2, "name"\n')  # the machine went here
-    monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", "1-2,6"])
-    assert ladder.main() == 1 and started == ["device_part", "kernel_part", "twin_part"]
-    monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", "1", "--again"])
-    assert ladder.main() == 0 and started[3:] == ["device_part"]
-    rehearsal = ["ladder", "--output", str(tmp_path), "--rungs", "1", "--device", "cpu", "--tiny"]
-    monkeypatch.setattr(sys, "argv", rehearsal)
-    assert ladder.main() == 0 and len(started) == 5  # a rehearsal's line is none of the device's
+    record = tmp_path / "ladder.jsonl"
+    record.write_text(record.read_text() + '{"rung": 2, "name"\n')  # the machine was taken away here
+    for code, num_started, options in (
+        (1, 3, ["1-2,6"]),
+        (0, 4, ["1", "--again"]),
+        (0, 5, ["1", "--device", "cpu", "--tiny"]),  # the line of the device is not one of a rehearsal
+    ):
+        monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", *options])
+        assert ladder.main() == code and len(started) == num_started
+    assert started == ["device_part", "kernel_part", "twin_part", "device_part", "device_part"]
 
 
 def test_rungs_are_named_by_number() -> None:
@@ -155,7 +149,7 @@ def test_each_of_the_two_commands_ends_within_ten_minutes() -> None:
     assert sum(limits[:7]) <= 520 and sum(limits[7:]) <= 550
 
 
-def test_what_compute_sanitizer_finds_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_findings_of_compute_sanitizer_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
         "#!/bin/sh\n"
@@ -189,11 +183,11 @@ def test_what_compute_sanitizer_finds_is_reported(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_tests_outcome_is_read_with_and_without_xdist(line: str, expected: tuple[str, str] | None) -> None:
-    found = pytest_part.OUTCOME.search(line)
-    assert expected == (None if found is None else (found[1] or found[4], found[2] or found[3]))
+    match = pytest_part.OUTCOME.search(line)
+    assert expected == (None if match is None else (match[1] or match[4], match[2] or match[3]))
 
 
-def test_only_what_a_machine_lacks_is_unpacked(tmp_path: Path) -> None:
+def test_only_packages_that_a_machine_lacks_are_unpacked(tmp_path: Path) -> None:
     here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     wheels = {
         f"lacking-1.0-{here}-{here}-manylinux_2_17_x86_64.whl": "lacking.py",
@@ -204,21 +198,18 @@ def test_only_what_a_machine_lacks_is_unpacked(tmp_path: Path) -> None:
     for name, module in wheels.items():
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr(module, "")
-    found = []
-    for _ in range(2):  # a second ladder leaves what the first one uses
+    unpacked = []
+    for _ in range(2):  # a second ladder leaves the files that the first one uses
         problems = machine.unpack(tmp_path)
-        found.append({path.name: path.stat().st_ctime_ns for path in tmp_path.glob("*/*")})
-    assert found[0] == found[1] and sorted(found[0]) == ["lacking.py", "lacking_too.py"]
+        unpacked.append({path.name: path.stat().st_ctime_ns for path in tmp_path.glob("*/*")})
+    assert unpacked[0] == unpacked[1] and sorted(unpacked[0]) == ["lacking.py", "lacking_too.py"]
     assert len(problems) == 1 and problems[0].startswith("other_python-1.0-cp27")
 
 
-def test_an_extension_that_cannot_be_built_is_said_and_nothing_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_extension_that_cannot_be_built_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "EXTENSION", tmp_path / "_csrc.abi3.so")
-    monkeypatch.setattr(
-        machine, "environment", lambda _: os.environ | {"PATH": "", "CC": "no-compiler", "PYTHONPATH": ""}
-    )
+    without_compiler = os.environ | {"PATH": "", "CC": "no-compiler", "PYTHONPATH": ""}
+    monkeypatch.setattr(machine, "environment", lambda _: without_compiler)
     (problem,) = machine.extend(tmp_path)
     assert "penstock._csrc cannot be had here" in problem
     (tmp_path / machine.carried_name()).write_text("carried")
@@ -226,6 +217,6 @@ def test_an_extension_that_cannot_be_built_is_said_and_nothing_ends(
     assert (tmp_path / "_csrc.abi3.so").read_text() == "carried"
 
 
-def test_what_is_carried_has_the_versions_that_are_tested() -> None:
-    pinned = machine.pinned(machine.PACKAGES)
-    assert len(pinned) == len(machine.PACKAGES) and all("==" in line for line in pinned)
+def test_carried_packages_have_the_tested_versions() -> None:
+    lines = machine.pinned(machine.PACKAGES)
+    assert len(lines) == len(machine.PACKAGES) and all("==" in line for line in lines)
