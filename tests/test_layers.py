@@ -1,7 +1,7 @@
-"""The house's rules on imports and dangerous calls, read from the syntax trees of every module.
+"""Rules on imports and dangerous calls, read from the syntax trees of every module.
 
-Lazy imports inside functions and imports for type checkers count like any other. What only a running process can
-show, that torch stays out of the light commands, is asked of fresh processes.
+Lazy imports inside functions and imports for type checkers count like any other. Fresh processes show that torch stays
+out of the light commands.
 """
 
 import ast
@@ -10,8 +10,9 @@ import graphlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -85,48 +86,54 @@ DISTRIBUTIONS = {
 }
 
 
-def modules() -> list[Path]:
-    """Every module of ours, by its real path: executor/protocol.py, src/penstock/cli.py."""
-    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    return sorted([*rooms, *(ROOT / "src/penstock").glob("*.py")])
+class Module(NamedTuple):
+    """A module of ours by its name below `penstock`, with the full names of all that it imports, and its bad calls."""
+
+    name: str
+    imports: list[str]
+    banned: list[str]
+    path: Path = ROOT
+
+    @property
+    def room(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def own_imports(self) -> list[str]:
+        """The imports from our modules, by their names below `penstock`."""
+        return [name.removeprefix("penstock.") for name in self.imports if name.startswith("penstock.")]
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    return path.stem if first == "src" else first
+@functools.cache
+def modules() -> list[Module]:
+    """Return every module of ours: executor/protocol.py is executor.protocol, src/penstock/cli.py is cli."""
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    return [read_module(path) for path in sorted([*paths, *(ROOT / "src/penstock").glob("*.py")])]
+
+
+def read_module(path: Path) -> Module:
+    is_package = path.name == "__init__.py"
+    name = path.stem if path.is_relative_to(ROOT / "src") else dotted(path)
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return Module(name, list(imports(nodes, name, is_package)), list(banned_calls(nodes)), path)
 
 
 def dotted(path: Path) -> str:
-    """executor/models/llama.py → executor.models.llama, a package without its `__init__`."""
+    """Return executor.models.llama for executor/models/llama.py; the name of a package has no `__init__`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-@functools.cache
-def nodes(source: str) -> tuple[ast.AST, ...]:
-    """Return the imports and the calls of a module."""
-    return tuple(
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forget_the_trees() -> Iterator[None]:
-    """Drop the syntax trees after the tests of this file: every later garbage collection would look at each of their nodes."""
-    yield
-    nodes.cache_clear()
-
-
 def name_of(function: ast.expr) -> str:
-    """The dotted name of a called function; empty where it is no plain name."""
+    """Return the dotted name of a called function; an empty text for another expression."""
     if isinstance(function, ast.Attribute):
         return f"{name_of(function.value)}.{function.attr}"
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Full names of everything a module imports; `from a import b` yields a.b, which may be a module or a name."""
-    for node in nodes(source):
+def imports(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator[str]:
+    """Yield full names; `from a import b` yields a.b, which may be a module or a name."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -140,57 +147,73 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
-def is_within(name: str, allowed: set[str]) -> bool:
+def banned_calls(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield banned calls by their full names, also if the function was imported under another name."""
+    renamed: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            renamed |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            renamed |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            first, dot, rest = name_of(node.func).partition(".")
+            name = renamed.get(first, first) + dot + rest
+            if name in BANNED_CALLS:
+                yield name
+            for keyword in node.keywords:
+                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
+                if keyword.arg in BANNED_KEYWORDS and not is_off:
+                    yield f"{name}({keyword.arg}=…)"
+
+
+def is_within(name: str, allowed: Iterable[str]) -> bool:
     return any(name == entry or name.startswith(entry + ".") for entry in allowed)
 
 
-def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
-    room = module.split(".")[0]
-    wrong = []
-    for name in imports(source, module, is_package):
-        first, _, rest = name.partition(".")
-        if first == "penstock":
-            if rest and rest != "__version__" and not is_within(rest, MAY_IMPORT[room]):
-                wrong.append(name)
-        elif first in ROOMS or (room not in TORCH_LIVES_IN and is_within(name, TORCH_AND_CO)):
-            wrong.append(name)
-    return wrong
+def wrong_imports(module: Module) -> list[str]:
+    allowed = {"__version__", *MAY_IMPORT.get(module.room, ())}
+    wrong = [name for name in module.own_imports if not is_within(name, allowed)]
+    others = [name for name in module.imports if name.partition(".")[0] in ROOMS]
+    if module.room not in TORCH_LIVES_IN:
+        others += [name for name in module.imports if is_within(name, TORCH_AND_CO)]
+    return wrong + others
 
 
-def wrong_leaves(source: str, module: str, is_package: bool = False) -> list[str]:
+def wrong_leaves(module: Module) -> list[str]:
     """Return the imports of leaves by a module that may not import them."""
-    names = [name.removeprefix("penstock.") for name in imports(source, module, is_package)]
     return [
         f"{name}, which is part of the leaf {leaf}"
         for leaf, importers in LEAVES.items()
-        for name in names
-        if is_within(name, {leaf}) and not is_within(module, {leaf, *importers})
+        for name in module.own_imports
+        if is_within(name, {leaf}) and not is_within(module.name, {leaf, *importers})
     ]
 
 
 def part_of(name: str) -> int:
-    """At which place of its room's parts a module, or a name in it, stands. A package that holds several parts: 0."""
+    """Return the number of the part of its room that a module, or a name in it, belongs to; 0 for a package of several."""
     room, _, rest = name.partition(".")
-    places = [place for place, part in enumerate(PARTS[room]) if is_within(rest, set(part.split()))]
-    assert places or (ROOT / name.replace(".", "/")).is_dir(), f"{name} is in no part of {room}"
-    return places[0] if places else 0
+    numbers = [number for number, part in enumerate(PARTS[room]) if is_within(rest, part.split())]
+    assert numbers or (ROOT / name.replace(".", "/")).is_dir(), f"{name} is in no part of {room}"
+    return numbers[0] if numbers else 0
 
 
-def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
-    room = module.split(".")[0]
-    names = [name.partition(".")[2] for name in imports(source, module, is_package)]
-    within = [name for name in names if name.startswith(f"{room}.")]
-    return [name for name in within if room in PARTS and part_of(name) > part_of(module)]
+def upward_imports(module: Module) -> list[str]:
+    if module.room not in PARTS:
+        return []
+    within = [name for name in module.own_imports if name.startswith(f"{module.room}.")]
+    return [name for name in within if part_of(name) > part_of(module.name)]
 
 
 def circle(room: str) -> list[str]:
     """Return modules of a room that import each other in a circle, be it in functions or for types alone."""
-    paths = {dotted(path): path for path in (ROOT / room).rglob("*.py")}
+    members = {module.name: module for module in modules() if module.room == room}
     graph = {}
-    for module, path in paths.items():
-        names = (name.split(".")[1:] for name in imports(path.read_text(), module, path.name == "__init__.py"))
-        found = ([".".join(parts[:size]) for size in range(len(parts), 1, -1)] for parts in names)
-        graph[module] = {next((name for name in longest if name in paths), module) for longest in found} - {module}
+    for module in members.values():
+        parts = (name.split(".") for name in module.own_imports)
+        prefixes = ([".".join(words[:size]) for size in range(len(words), 1, -1)] for words in parts)
+        graph[module.name] = {next((name for name in longest if name in members), module.name) for longest in prefixes}
+        graph[module.name].discard(module.name)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -198,68 +221,23 @@ def circle(room: str) -> list[str]:
     return []
 
 
-def banned_calls(source: str) -> list[str]:
-    """Calls by their full names, also when the function was imported under another."""
-    renamed: dict[str, str] = {}
-    for node in nodes(source):
-        if isinstance(node, ast.Import):
-            renamed |= {alias.asname: alias.name for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ImportFrom):
-            renamed |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    found = []
-    for node in nodes(source):
-        if not isinstance(node, ast.Call):
-            continue
-        first, dot, rest = name_of(node.func).partition(".")
-        name = renamed.get(first, first) + dot + rest
-        if name in BANNED_CALLS:
-            found.append(name)
-        for keyword in node.keywords:
-            is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
-            if keyword.arg in BANNED_KEYWORDS and not is_off:
-                found.append(f"{name}({keyword.arg}=…)")
-    return found
+def complaints(check: Callable[[Module], list[str]]) -> dict[str, list[str]]:
+    """Return what a check reports for each file, without files that are right."""
+    reports = {str(module.path.relative_to(ROOT)): check(module) for module in modules()}
+    return {path: report for path, report in reports.items() if report}
 
 
-def modules_in_a_fresh_process(code: str) -> set[str]:
-    """The top-level modules that are loaded after `code` ran in a new interpreter."""
-    report = "\nimport sys; print('\\nLOADED', *{name.partition('.')[0] for name in sys.modules})"
-    return set(printed(f"import sys\n{code}{report}").rpartition("LOADED ")[2].split())
+def test_modules_import_only_the_rooms_that_theirs_may() -> None:
+    assert complaints(wrong_imports) == {}
 
 
-def complaints(check: Callable[[Path, str, str], list[str]], paths: list[Path]) -> dict[str, list[str]]:
-    """What a check of (path, module, source) finds wrong, by file; empty where all is well."""
-    found = {}
-    for path in paths:
-        module = room_of(path) if path.is_relative_to(ROOT / "src") else dotted(path)
-        if wrong := check(path, module, path.read_text()):
-            found[str(path.relative_to(ROOT))] = wrong
-    return found
-
-
-def test_modules_import_only_what_their_room_may() -> None:
-    def check(path: Path, module: str, source: str) -> list[str]:
-        return wrong_imports(source, module, path.name == "__init__.py")
-
-    assert complaints(check, modules()) == {}
-
-
-def test_modules_import_nothing_that_stands_above_them_in_their_room() -> None:
-    def check(path: Path, module: str, source: str) -> list[str]:
-        return upward_imports(source, module, path.name == "__init__.py")
-
-    assert complaints(check, [path for path in modules() if room_of(path) in PARTS]) == {}
+def test_modules_import_no_higher_part_of_their_room() -> None:
+    assert complaints(upward_imports) == {}
 
 
 def test_leaves_are_imported_only_by_the_modules_that_may() -> None:
-    def check(path: Path, module: str, source: str) -> list[str]:
-        return wrong_leaves(source, module, path.name == "__init__.py")
-
-    assert complaints(check, modules()) == {}
-    assert wrong_leaves("import penstock.prove.judge", "engine.core.kv") != []
-
-
-def test_every_leaf_exists() -> None:
+    assert complaints(wrong_leaves) == {}
+    assert wrong_leaves(Module("engine.core.kv", ["penstock.prove.judge"], [])) != []
     paths = [ROOT / leaf.replace(".", "/") for leaf in LEAVES]
     assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").is_file())] == []
 
@@ -270,32 +248,31 @@ def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
 
 
 def test_modules_evaluate_and_unpickle_nothing() -> None:
-    assert complaints(lambda _path, _module, source: banned_calls(source), modules()) == {}
+    assert complaints(lambda module: module.banned) == {}
 
 
 def test_modules_import_no_package_that_pyproject_does_not_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["ray"], *extras["otel"]]
-    declared = {re.split(r"[^\w-]", line)[0].lower() for line in wanted}
+    lines = [*project["dependencies"], *extras["ray"], *extras["otel"]]
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in lines}
 
-    def check(_: Path, module: str, source: str) -> list[str]:
-        tops = {name.partition(".")[0] for name in imports(source, module, False)}
-        foreign = tops - sys.stdlib_module_names - {"penstock"}
+    def undeclared(module: Module) -> list[str]:
+        foreign = {name.partition(".")[0] for name in module.imports} - sys.stdlib_module_names - {"penstock"}
         return sorted(name for name in foreign if DISTRIBUTIONS.get(name, name) not in declared)
 
-    assert complaints(check, modules()) == {}
+    assert complaints(undeclared) == {}
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_a_symlink_in_the_package_and_each_of_its_folders_is_a_package(room: str) -> None:
+def test_a_room_is_a_symlink_in_the_package_and_its_folders_are_packages(room: str) -> None:
     link = ROOT / "src/penstock" / room
     assert link.is_symlink() and link.resolve() == ROOT / room
     folders = {path.parent for path in (ROOT / room).rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-# The most lines of our own files that importing a module may load, and what must not be among them.
+# The most lines of our own files that importing a module may load, and the modules that must not be among them.
 CLOSURES = {
     "engine.core.scheduler": (3_550, {
         *("engine.text", "engine.grammar", "engine.http", "engine.options", "engine.vllm_options", "engine.model_files"),
@@ -327,13 +304,18 @@ def test_importing_a_module_loads_little_else(module: str) -> None:
     assert size <= limit, sorted(names)
 
 
+def modules_in_a_fresh_process(code: str) -> set[str]:
+    """Return the top-level modules that are loaded after `code` ran in a new interpreter."""
+    report = "\nimport sys; print('\\nLOADED', *{name.partition('.')[0] for name in sys.modules})"
+    return set(printed(f"import sys\n{code}{report}").rpartition("LOADED ")[2].split())
+
+
 def importing(*rooms: str) -> str:
-    """Code that imports every module of these rooms."""
-    paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
-    return "\n".join(f"import penstock.{dotted(path)}" for path in paths)
+    """Return code that imports every module of these rooms."""
+    return "\n".join(f"import penstock.{module.name}" for module in modules() if module.room in rooms)
 
 
-# What runs, one after the other, without torch and what it brings.
+# Code that runs, one after the other, without torch and the packages that it loads.
 LIGHT = {
     "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
     "every module of engine, cache, router and prove": importing("engine", "cache", "router", "prove"),
@@ -355,10 +337,10 @@ def program(words):
 
 def test_torch_and_transformers_are_not_loaded_by_light_modules_and_programs() -> None:
     checked = "\nloaded = {'torch', 'transformers', 'triton'} & {*sys.modules}\nassert not loaded, (%r, loaded)\n"
-    modules_in_a_fresh_process(RUN_A_PROGRAM + "".join(f"{code}{checked % what}" for what, code in LIGHT.items()))
+    modules_in_a_fresh_process(RUN_A_PROGRAM + "".join(f"{code}{checked % name}" for name, code in LIGHT.items()))
 
 
-def test_what_a_start_does_not_need_at_once_is_not_waited_for() -> None:
+def test_a_start_loads_no_package_that_it_needs_later() -> None:
     before_the_core = "import penstock.engine.commands.serve, penstock.engine.http.sockets"
     assert modules_in_a_fresh_process(before_the_core) & {"numpy", "uvicorn", "jinja2", "llguidance"} == set()
     assert modules_in_a_fresh_process("from penstock import LLM") & {"jinja2", "llguidance"} == set()
