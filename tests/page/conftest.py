@@ -9,11 +9,9 @@ from tests.support.running_server import Running, running
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    from tests.support.page_browser import (
-        started,
-    )  # imported here: without Playwright it skips the file that imports it
+    from tests.support import page_browser  # without Playwright, this import skips the file that is collected
 
-    with started() as browser:
+    with page_browser.started() as browser:
         yield browser
 
 

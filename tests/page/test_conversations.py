@@ -1,10 +1,12 @@
-"""Conversations that the browser keeps: over a reload, and where it keeps nothing."""
+"""Conversations and settings that the browser keeps, and the calls of tools in them."""
 
 import json
 from typing import Any
 
+from penstock.engine.text.template import ChatTemplate
+from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine
-from tests.support.page_browser import MARKS, Page, streamed, visit
+from tests.support.page_browser import MARKS, Page, visit
 from tests.support.running_server import Running, running, until
 
 pytestmark = MARKS
@@ -17,22 +19,23 @@ DENIED = """for (const name of ["localStorage", "sessionStorage"]) {
 NOTE_THE_OPENING = """document.getElementById("settings").addEventListener("toggle", ({ newState }) => {
   if (newState === "open") window.isOpened = true;
 })"""
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOLS = [{"name": name, "parameters": {"type": "object"}} for name in ("weather", "time")]
 
 
 def titles(page: Page) -> list[str]:
-    found: list[str] = page.locator(TITLES).all_inner_texts()
-    return found
+    texts: list[str] = page.locator(TITLES).all_inner_texts()
+    return texts
 
 
 def kept(page: Page) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = page.evaluate(
+    stored = (
         "Object.keys(localStorage).filter(k => k.startsWith('penstock-chat:')).map(k => JSON.parse(localStorage[k]))"
     )
-    return found
+    conversations: list[dict[str, Any]] = page.evaluate(stored)
+    return conversations
 
 
-def test_a_reload_keeps_the_conversation_as_it_was_shown_and_the_others_with_it(browser: Any) -> None:
+def test_a_reload_shows_all_conversations_as_they_were(browser: Any) -> None:
     engine = FakeEngine()
     engine.reply = MARKDOWN
     with running(engine) as server, visit(browser, server.url, may_complain=True) as page:
@@ -61,7 +64,7 @@ def test_a_reload_keeps_the_conversation_as_it_was_shown_and_the_others_with_it(
         until(lambda: len(engine.answers) == 0)
 
 
-def test_conversations_are_deleted_one_by_one_and_all_at_once_when_confirmed(browser: Any, slow: Running) -> None:
+def test_conversations_are_deleted_one_by_one_or_together_after_a_question(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         page.answer_texts("1", "2", "3")
         for text in ("one", "two", "three"):
@@ -81,9 +84,7 @@ def test_conversations_are_deleted_one_by_one_and_all_at_once_when_confirmed(bro
         assert titles(page) == [] and kept(page) == [] and page.is_hidden("#past-clear") and page.is_visible("#empty")
 
 
-def test_the_newest_fifty_are_kept_as_far_as_there_is_room_and_what_another_page_left_is_passed_over(
-    browser: Any, slow: Running
-) -> None:
+def test_the_newest_fifty_readable_conversations_are_kept_if_they_fit(browser: Any, slow: Running) -> None:
     broken = ["", "null", "[]", "{", '{"id": "x4"}', '{"id": "x5", "turns": [{"role": 1}]}', '{"turns": [null]}']
     fill = """([count, size]) => { for (let i = 0; i < count; i++) {
       const talk = { id: `t${i}`, at: i + 1, turns: [{ role: "user", content: `talk ${i} ` + "x".repeat(size) }] };
@@ -103,7 +104,7 @@ def test_the_newest_fifty_are_kept_as_far_as_there_is_room_and_what_another_page
             assert len(titles(page)) == left and titles(page)[0] == "abc"
 
 
-def test_a_full_storage_is_said_and_the_chat_goes_on(browser: Any, slow: Running) -> None:
+def test_the_chat_goes_on_with_a_full_storage_and_a_note(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         page.answer_texts("one", "x" * 4000, "three")
         page.ask("abc")
@@ -118,7 +119,7 @@ def test_a_full_storage_is_said_and_the_chat_goes_on(browser: Any, slow: Running
         assert [len(talk["turns"]) for talk in kept(page)] == [6]
 
 
-def test_a_browser_that_allows_no_storage_has_a_chat_and_a_key_until_the_page_ends(browser: Any) -> None:
+def test_without_storage_chats_and_key_last_as_long_as_the_page(browser: Any) -> None:
     with running(api_keys=("sk-right",)) as server, visit(browser, "about:blank", may_complain=True) as page:
         page.add_init_script(DENIED)
         page.goto(server.url)
@@ -134,55 +135,29 @@ def test_a_browser_that_allows_no_storage_has_a_chat_and_a_key_until_the_page_en
         assert page.turns() == ["abc", "one"]
 
 
-def test_reasoning_and_calls_are_folded_and_results_go_back_to_the_model(browser: Any, slow: Running) -> None:
-    def part(index: int, **fields: Any) -> dict[str, Any]:
-        function = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
-        return {"tool_calls": [{"index": index, "function": function, **fields}]}
-
-    calls = streamed(
-        *({"reasoning_content": "hm "}, {"reasoning_content": "**so**"}, {"content": "I look."}),
-        *(part(0, id="a", type="function", name="weather", arguments=""), part(0, arguments='{"city":')),
-        *(part(0, arguments='"Ulm"}'), part(1, id="b", type="function", name="time", arguments="{}")),
-        finish="tool_calls",
-    )
-    with visit(browser, slow.url) as page:
-        page.set_fields(tools=json.dumps([WEATHER]))
-        asked = page.answer_with(calls, streamed({"content": "It rains."}))
+def test_reasoning_and_calls_are_folded_and_results_go_back_to_the_model(browser: Any) -> None:
+    engine = FakeEngine()
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    calls = call % ("weather", '{"city": "Ulm"}') + "\n" + call % ("time", "{}")
+    engine.reply = f"<think>\nhm **so**\n</think>\n\nI look.\n{calls}"
+    template = ChatTemplate(QWEN3)
+    with running(engine, template=template) as server, visit(browser, server.url) as page:
+        page.set_fields(tools=json.dumps([{"type": "function", "function": tool} for tool in TOOLS]))
         assert page.ask("abc") == "I look."
         folds = page.locator("#talk details:visible")
         assert folds.locator("summary").all_inner_texts() == ["Reasoning", "Call of weather", "Call of time"]
         assert folds.evaluate_all("all => all.map(e => e.open)") == [False] * 3
-        assert folds.locator("> div").evaluate_all("all => all.map(e => e.textContent)") == [
-            "hm **so**",
-            '{"city":"Ulm"}',
-            "{}",
-        ]
+        contents = folds.locator("> div").evaluate_all("all => all.map(e => e.textContent.trim())")
+        assert contents == ["hm **so**", '{"city": "Ulm"}', "{}"]
         assert page.get_attribute("#say", "placeholder") == "Result of weather"
         page.reload()
         page.say("rain")
-        assert page.get_attribute("#say", "aria-label") == "Result of time" and len(asked) == 1
-        assert page.ask("noon") == "It rains." and page.get_attribute("#say", "placeholder") == "Message"
-        assert asked[0]["tools"] == [WEATHER]
-        assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "tool", "tool"]
-        assert [call["function"] for call in asked[1]["messages"][1]["tool_calls"]] == [
-            {"name": "weather", "arguments": '{"city":"Ulm"}'},
-            {"name": "time", "arguments": "{}"},
-        ]
-        assert [message.get("tool_call_id") for message in asked[1]["messages"]] == [None, None, "a", "b"]
-
-
-def test_the_server_takes_the_calls_and_results_that_the_page_sends(browser: Any) -> None:
-    engine = FakeEngine()
-    engine.reply = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
-    with running(engine) as server, visit(browser, server.url) as page:
-        page.set_fields(tools=json.dumps([WEATHER]))
-        page.say("abc")
-        page.wait_for_selector("#talk summary >> text=Call of weather")
-        page.answer()
+        assert page.get_attribute("#say", "aria-label") == "Result of time" and len(engine.submitted) == 1
         engine.reply = "It rains."
-        page.say("rain")
-        page.wait_for("document.querySelector('#talk > li:last-child .text')?.textContent === 'It rains.'")
-        assert bytes(engine.submitted[1][0]).decode().endswith("<tool_response>\nrain\n</tool_response>\n>")
+        assert page.ask("noon") == "It rains." and page.get_attribute("#say", "placeholder") == "Message"
+        assert f"{calls}<|im_end|>" in server.prompt and '{"name": "weather", "parameters"' in server.prompt
+        results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+        assert results in server.prompt
 
 
 def test_settings_are_kept_and_go_with_the_request(browser: Any, slow: Running) -> None:
@@ -197,9 +172,9 @@ def test_settings_are_kept_and_go_with_the_request(browser: Any, slow: Running) 
     assert bytes(prompt).decode().startswith("system: Be brief.\nuser: abc\n")
 
 
-def test_an_invalid_setting_says_why_in_text_under_it_and_has_the_focus(browser: Any, slow: Running) -> None:
+def test_an_invalid_setting_has_the_focus_and_the_reason_under_it(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
-        page.set_fields(temperature="9", tools="{bad")
+        page.set_fields(temperature="9", tools="{bad", max_tokens="5")
         page.evaluate(NOTE_THE_OPENING)  # after the drawer's own listener, which moves the focus
         page.say("abc")
         page.wait_for("window.isOpened")
@@ -207,6 +182,8 @@ def test_an_invalid_setting_says_why_in_text_under_it_and_has_the_focus(browser:
         temperature, tools = (page.locator(f"#{name}-problem") for name in ("temperature", "tools"))
         assert temperature.is_visible() and "2" in temperature.inner_text()
         assert tools.inner_text().startswith("This is not a list of tools: ")
+        send, drawer = (page.locator(id).bounding_box() for id in ("#send", "#settings"))
+        assert send["x"] + send["width"] <= drawer["x"], "the settings do not cover the message box"
         field = page.get_by_role("spinbutton", name="Temperature", exact=True)
         assert field.get_attribute("aria-describedby") == "temperature-problem", "the name of the field is the same"
         assert field.bounding_box()["y"] < temperature.bounding_box()["y"]

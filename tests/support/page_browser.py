@@ -1,4 +1,4 @@
-"""The page in Chromium: opening it, asking, waiting, and answers of one's own in place of the server's.
+"""The page in Chromium: opening it, asking, waiting, and prepared answers in place of the server's.
 
 Needs Chromium, which `.ci/run` installs. By hand:
 
@@ -77,9 +77,9 @@ class Page:
         return text
 
     def turns(self) -> list[str]:
-        """Return what is said in the open conversation."""
-        said: list[str] = self.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts()
-        return said
+        """Return the texts of the open conversation."""
+        texts: list[str] = self.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts()
+        return texts
 
     def set_fields(self, **fields: str) -> None:
         """Fill in the drawer. Numbers are found by the name of their field, all else by id."""
@@ -92,28 +92,21 @@ class Page:
                 control.fill(value)
         self.keyboard.press("Escape")
 
-    def answer_with(self, *bodies: str) -> list[dict[str, Any]]:
-        """Answer chats with these streams, in place of the server; the requests' bodies are collected."""
-        asked: list[dict[str, Any]] = []
-        left = list(bodies)
+    def answer_with(self, *bodies: str) -> None:
+        """Answer chats with these streams, in place of the server."""
+        left = iter(bodies)
+        self.route(CHAT, lambda route: route.fulfill(body=next(left), content_type="text/event-stream"))
 
-        def fulfill(route: Any) -> None:
-            asked.append(route.request.post_data_json)
-            route.fulfill(body=left.pop(0), content_type="text/event-stream")
-
-        self.route(CHAT, fulfill)
-        return asked
-
-    def answer_texts(self, *texts: str) -> list[dict[str, Any]]:
-        return self.answer_with(*(streamed({"content": text}) for text in texts))
+    def answer_texts(self, *texts: str) -> None:
+        self.answer_with(*(streamed({"content": text}) for text in texts))
 
 
 @contextlib.contextmanager
 def visit(
     browser: Any, url: str, *, may_complain: bool = False, viewport: Any = None, color_scheme: str | None = None
 ) -> Iterator[Page]:
-    """Open a page in a tab of its own, with nothing stored. At the end nothing may stand in its console."""
-    said: list[str] = []
+    """Open a page in a tab of its own, with nothing stored. At the end its console must be empty."""
+    complaints: list[str] = []
     first = browser.pages[0]
     if url.startswith("http"):
         first.goto(urljoin(url, "/health"))
@@ -123,19 +116,19 @@ def visit(
     page.emulate_media(color_scheme=color_scheme)
     if viewport is not None:
         page.set_viewport_size(viewport)
-    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(url)
     try:
         yield Page(page)
     finally:
         for each in browser.pages[1:]:
             each.close()
-    assert may_complain or said == [], said
+    assert may_complain or complaints == [], complaints
 
 
 def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
-    """The body of a stream with these deltas; with no `finish` it is cut off."""
+    """Return the body of a stream with these deltas; without `finish` it is cut off."""
     choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
     choices += [{"index": 0, "delta": {}, "finish_reason": finish}] if finish else []
     return "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
@@ -143,7 +136,7 @@ def streamed(*deltas: dict[str, Any], finish: str | None = "stop") -> str:
 
 @contextlib.contextmanager
 def scripts(browser: Any, *names: str) -> Iterator[Any]:
-    """An empty page with these parts of the page's script, whose functions a test can call."""
+    """Open an empty page with these parts of the page's script, whose functions a test can call."""
     with visit(browser, "about:blank") as page:
         folder = resources.files("penstock.engine.page")
         page.add_script_tag(content="\n".join(folder.joinpath(name).read_text("utf-8") for name in names))
