@@ -133,7 +133,7 @@ class ReferenceServer:
         assert defect in ("", *DEFECTS), defect
         self.defect, self.without, self.is_lax, self.has_ties = defect, without, is_lax, has_ties
         self.pool, self.running, self.most_running = Pool(), list[Prompt](), 0
-        self.asked: list[tuple[str, dict[str, str], Any]] = []  # path, headers and body of each request
+        self.requests: list[tuple[str, dict[str, str], Any]] = []  # path, headers and body of each request
         self._num_held = self._num_reused = self._num_answers = 0
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -155,8 +155,8 @@ class ReferenceServer:
                 headers = dict(line.split(": ", 1) for line in lines)
                 content = await reader.readexactly(int(headers["Content-Length"]))
                 path = first.split()[1]
-                self.asked.append((path, headers, json.loads(content or b"{}")))
-                await self.answer(path, self.asked[-1][2], reader, writer)
+                self.requests.append((path, headers, json.loads(content or b"{}")))
+                await self.answer(path, self.requests[-1][2], reader, writer)
                 await writer.drain()
         self._open.discard(writer)
         writer.close()
@@ -444,22 +444,22 @@ class ChatAnswer(Answer):
             pairs = zip(*logprobs.values(), strict=True)
             content = [{"token": token, "logprob": value, "top_logprobs": _tops(top)} for token, value, top in pairs]
             made["logprobs"] = {"content": content}
-        said: dict[str, Any] = {"role": "assistant", "content": None}
+        message: dict[str, Any] = {"role": "assistant", "content": None}
         if self.tool is not None:
             text = "" if defect == "tool-chunk-lost" and number == 4 else text
             if defect == "tool-argument-cut" and finish:
                 text = "" if number else text[:-1]
             name = "another" if defect == "tool-renamed" else self.tool["name"]
-            said["tool_calls"] = [{"index": 0, "function": {"name": name if number < 2 else "", "arguments": text}}]
+            message["tool_calls"] = [{"index": 0, "function": {"name": name if number < 2 else "", "arguments": text}}]
             made["finish_reason"] = finish and "tool_calls"
         elif number:
             part = "reasoning_content" if number <= NUM_REASONING else "content"
             is_lost = defect == ("reasoning-lost" if part == "reasoning_content" else "chunk-lost")
-            said[part] = "" if is_lost and number % 5 == 1 else text
+            message[part] = "" if is_lost and number % 5 == 1 else text
         else:
             cut = len("".join(token.text for token in tokens[:NUM_REASONING]))
-            said |= {"reasoning_content": text[:cut], "content": text[cut:]}
-        return {**made, "delta" if number else "message": said}
+            message |= {"reasoning_content": text[:cut], "content": text[cut:]}
+        return {**made, "delta" if number else "message": message}
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -556,8 +556,8 @@ def _templated(messages: Sequence[dict[str, str]]) -> list[int]:
     return tokenize("".join(f"<{message['role']}> {message['content']}\n" for message in messages))
 
 
-def _hash(*numbers: int) -> int:
-    return zlib.crc32(struct.pack(f"{len(numbers)}Q", *numbers))
+def _hash(*values: int) -> int:
+    return zlib.crc32(struct.pack(f"{len(values)}Q", *values))
 
 
 def _overlap(text: str, stop: str) -> int:
