@@ -14,7 +14,7 @@ MARK = "<!-- what follows is written by python -m tests.docs.configuration -->"
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command with options of its own: `penstock serve`, `penstock bench latency` …"""
+    """Yield every command with options of its own: `penstock serve`, `penstock bench latency` …"""
     for name, command in cli._COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"penstock {name}", description=command.summary)
         command.load().add_arguments(parser)
@@ -57,7 +57,7 @@ def row(action: argparse.Action) -> str:
 
 
 def page(text: str) -> str:
-    """The page with new tables."""
+    """Return the page with new tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"{PAGE.name} has lost its mark"
     return f"{head}{MARK}\n\n{tables()}"

@@ -1,4 +1,4 @@
-"""The commands in README and docs name what exists; those for a server that needs nothing else get an answer."""
+"""The commands in README and docs are valid; requests to the server of the default model get an answer."""
 
 import argparse
 import json
@@ -48,13 +48,13 @@ def commands(code: str) -> list[list[str]]:
     code = re.sub(r"\$\(.*?\)|(?<==)…", "x" * 32, code.replace("\\\n", " "))
     lexer = shlex.shlex(re.sub(r"[ \n]+# .*", "", code), posix=True, punctuation_chars="\n&|")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
-    found: list[list[str]] = [[]]
+    lines: list[list[str]] = [[]]
     for word in lexer:
         if word.strip("\n&|"):
-            found[-1].append(word)
-        elif found[-1]:
-            found.append([])
-    return [words for words in found if words]
+            lines[-1].append(word)
+        elif lines[-1]:
+            lines.append([])
+    return [words for words in lines if words]
 
 
 def check_penstock(words: list[str]) -> None:

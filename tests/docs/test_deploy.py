@@ -5,7 +5,6 @@ No container engine or cluster is needed.
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.docs.test_pages import ROOT
 from tests.support.running_server import running
 
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = sorted(DEPLOY.glob("compose*.yaml"))
 DOCKERFILE = DEPLOY / "Dockerfile"
 PORTS = {"serve": ServerConfig().port, "route": RouterConfig().port}
@@ -33,13 +31,25 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
 
 
-def kubernetes() -> Iterator[dict[str, Any]]:
-    for path in MANIFESTS:
-        yield from yaml.safe_load_all(path.read_text())
+class Pod:
+    """The pods of a deployment, each with a container that runs one command of penstock."""
+
+    def __init__(self, deployment: dict[str, Any]) -> None:
+        self.selector = deployment["spec"]["selector"]["matchLabels"]
+        self.metadata = deployment["spec"]["template"]["metadata"]
+        self.spec = deployment["spec"]["template"]["spec"]
+        (self.container,) = self.spec["containers"]
+        self.command: list[str] = ["penstock", *self.container["args"]]
+        self.volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
 
 
-def deployments() -> list[dict[str, Any]]:
-    return [each for each in kubernetes() if each["kind"] == "Deployment"]
+RESOURCES = [
+    resource
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for resource in yaml.safe_load_all(path.read_text())
+]
+PODS = [Pod(resource) for resource in RESOURCES if resource["kind"] == "Deployment"]
+REPLICA, ROUTER = (next(pod for pod in PODS if pod.command[1] == verb) for verb in ("serve", "route"))
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
@@ -54,61 +64,50 @@ def test_services_of_compose_have_valid_commands_and_time_to_drain(path: Path) -
             assert source in services
 
 
-@pytest.mark.parametrize("deployment", deployments(), ids=lambda each: each["metadata"]["name"])
-def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(deployment: dict[str, Any]) -> None:
-    pod = deployment["spec"]["template"]
-    (container,) = pod["spec"]["containers"]
-    check_penstock(["penstock", *container["args"]])
-    verb = container["args"][0]
+@pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod.command[1])
+def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(pod: Pod) -> None:
+    check_penstock(pod.command)
+    verb, container = pod.command[1], pod.container
     assert container["ports"] == [{"name": "http", "containerPort": PORTS[verb]}]
-    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(PORTS[verb])
+    assert pod.metadata["annotations"]["prometheus.io/port"] == str(PORTS[verb])
     assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
     waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["spec"]["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
-    mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-    assert mounted == {volume["name"] for volume in pod["spec"].get("volumes", [])}
+    assert pod.spec["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
+    assert {mount["name"] for mount in container.get("volumeMounts", [])} == pod.volumes.keys()
 
 
-def test_the_memory_of_a_replica_holds_its_tiers_and_the_host_tier_is_larger_than_the_kv_cache() -> None:
-    (container,) = deployments()[0]["spec"]["template"]["spec"]["containers"]
-    options = dict(zip(container["args"], container["args"][1:], strict=False))
+def test_the_memory_of_a_replica_holds_its_tiers() -> None:
+    options = dict(zip(REPLICA.command, REPLICA.command[1:], strict=False))
     device, host, disk = (size_bytes(options[f"--kv-{tier}-bytes"]) for tier in ("cache", "host", "disk"))
-    memory = {size_bytes(each["memory"] + "B") for each in container["resources"].values()}
+    memory = {size_bytes(each["memory"] + "B") for each in REPLICA.container["resources"].values()}
     assert host >= 2 * device and disk > host
     assert memory == {max(memory)} and max(memory) >= device + host + 2**30
-    volumes = {each["name"]: each for each in deployments()[0]["spec"]["template"]["spec"]["volumes"]}
-    claim = volumes["cache"]["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
-    assert disk < 0.95 * size_bytes(claim + "B"), "the file system needs space, too"
+    claim = REPLICA.volumes["cache"]["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+    assert disk < 0.95 * size_bytes(claim + "B"), "the file system needs space as well"
 
 
 def test_services_and_budgets_select_the_pods_and_routers_find_the_replicas() -> None:
-    labels = [each["spec"]["template"]["metadata"]["labels"] for each in deployments()]
-    for each in deployments():
-        assert each["spec"]["selector"]["matchLabels"] in labels
-    services = {each["metadata"]["name"]: each["spec"] for each in kubernetes() if each["kind"] == "Service"}
-    budgets = [
-        each["spec"]["selector"]["matchLabels"] for each in kubernetes() if each["kind"] == "PodDisruptionBudget"
-    ]
-    assert [service["selector"] for service in services.values()] == labels == budgets
-    (router,) = (
-        each for each in deployments() if each["spec"]["template"]["spec"]["containers"][0]["args"][0] == "route"
-    )
-    command = " ".join(router["spec"]["template"]["spec"]["containers"][0]["args"])
-    (name, port), *_ = re.findall(r"dns:(\w+):(\d+)", command)
-    assert services[name]["clusterIP"] == "None"
+    labels = [pod.metadata["labels"] for pod in PODS]
+    assert [pod.selector for pod in PODS] == labels
+    services = {each["metadata"]["name"]: each["spec"] for each in RESOURCES if each["kind"] == "Service"}
+    budgets = [each["spec"] for each in RESOURCES if each["kind"] == "PodDisruptionBudget"]
+    assert [service["selector"] for service in services.values()] == labels
+    assert [budget["selector"]["matchLabels"] for budget in budgets] == labels
+    (name, port), *_ = re.findall(r"dns:(\w+):(\d+)", " ".join(ROUTER.command))
+    assert services[name]["clusterIP"] == "None" and services[name]["selector"] == REPLICA.metadata["labels"]
     assert [each["port"] for each in services[name]["ports"]] == [int(port)]
 
 
 def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> None:
-    found = instructions(DOCKERFILE)
-    last_stage = dict(found[max(at for at, (word, _) in enumerate(found) if word == "FROM") :])
+    lines = instructions(DOCKERFILE)
+    last_stage = dict(lines[max(at for at, (word, _) in enumerate(lines) if word == "FROM") :])
     assert last_stage["USER"] == "10001"
     command = json.loads(last_stage["ENTRYPOINT"]) + json.loads(last_stage["CMD"])
     check_penstock(command)
     assert last_stage["HEALTHCHECK"].split("CMD ")[1] == '["python", "-m", "penstock.health"]'
     assert last_stage["EXPOSE"] == "8000"
-    for word, rest in found:
+    for word, rest in lines:
         assert word != "ADD"
         assert word != "FROM" or re.match(r"python:\d+\.\d+-slim-\w+", rest)
         assert "install" not in rest or " gcc " not in rest or " python3-dev " in rest, "a compiler without headers"

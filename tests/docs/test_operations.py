@@ -1,4 +1,4 @@
-"""The pages and the dashboard name metrics that there are, and all that there are."""
+"""The pages and the dashboard name existing metrics, and the pages name all of them."""
 
 import json
 import re
@@ -22,7 +22,7 @@ NAME = re.compile(r"\b((?:vllm|penstock):\w*_\w*)(…?)")
 
 @pytest.fixture(scope="module")
 def programs() -> list[list[Metric]]:
-    """The metrics of a server with tiers and experts, and of a router."""
+    """Return the metrics of a server with tiers and experts, and of a router."""
     shares = array("f", [0.5, 0.5]).tobytes()
     tier: dict[str, float] = {"hit_tokens": 1, "used_blocks": 2, "capacity_blocks": 3, "corrupt_reads": 0}
     with running() as server, running_router(server.url) as router:
@@ -35,13 +35,13 @@ def programs() -> list[list[Metric]]:
 
 @pytest.fixture(scope="module")
 def exported(programs: list[list[Metric]]) -> tuple[set[str], set[str]]:
-    """The metrics by the names that a query has; and all samples."""
+    """Return the metrics by the names that a query has; and all samples."""
     families = [family for metrics in programs for family in metrics]
     names = {family.name + "_total" * (family.type == "counter") for family in families}
     return names, names | {sample.name for family in families for sample in family.samples}
 
 
-def test_every_metric_says_what_it_means_in_its_own_help_text(programs: list[list[Metric]]) -> None:
+def test_every_metric_has_a_help_text_of_its_own(programs: list[list[Metric]]) -> None:
     for metrics in programs:
         counts = Counter(metric.documentation for metric in metrics)
         assert [metric.name for metric in metrics if counts[metric.documentation] > 1] == []
@@ -58,9 +58,10 @@ def test_the_pages_name_every_metric_and_no_other(exported: tuple[set[str], set[
     assert {name for name in metrics if not name.startswith("penstock:kv_tier_")} == set(), "tiers.md has a table"
 
 
-def test_the_dashboard_and_the_live_page_ask_for_metrics_that_there_are(exported: tuple[set[str], set[str]]) -> None:
+def test_the_dashboard_and_the_live_page_use_existing_metrics(exported: tuple[set[str], set[str]]) -> None:
     board = json.loads((DOCS / "grafana.json").read_text())
-    asked = {name for name, _ in NAME.findall(json.dumps(board["panels"]))}
-    shown = {name for name, _ in NAME.findall(bytes(document().body).decode())}
-    assert len(asked) > 20 and len(shown) > 8 and (asked | shown) - exported[0] - exported[1] == set()
+    on_the_board = {name for name, _ in NAME.findall(json.dumps(board["panels"]))}
+    on_the_page = {name for name, _ in NAME.findall(bytes(document().body).decode())}
+    assert len(on_the_board) > 20 and len(on_the_page) > 8
+    assert (on_the_board | on_the_page) - exported[0] - exported[1] == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

@@ -19,7 +19,7 @@ CASES = [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * bool(SLOW.sear
 
 @needs_model
 @pytest.mark.parametrize(("command", "message"), CASES)
-def test_a_failed_start_says_what_the_page_says(
+def test_a_failed_start_prints_the_message_on_the_page(
     command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

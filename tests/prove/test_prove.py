@@ -134,7 +134,7 @@ def test_abilities_that_a_server_lacks_are_skipped_by_name() -> None:
 
 
 @pytest.mark.usefixtures("load_alone")
-def test_candidates_within_the_numerical_error_are_a_tie_unless_bits_are_compared() -> None:
+def test_candidates_within_the_numerical_error_are_a_tie_unless_exact() -> None:
     result = proven(ReferenceServer(has_ties=True), requests=40)
     assert result["findings"] == {} and result["answers"]["tie"] > 10
     result = proven(ReferenceServer(has_ties=True), requests=40, exact=True)
@@ -290,6 +290,7 @@ def test_requests_that_a_failure_does_not_need_are_left_out(
 
     monkeypatch.setattr(repeat, "_repeats", repeats)
     text = asyncio.run(inside())
+    # The failing request is also sent alone, at first.
     num_requests = (
         text.count("\nask 60.000") + text.count("{ echo this one:; ask") + text.count("/reset_prefix_cache") - 1
     )

@@ -1,4 +1,4 @@
-"""A server of a few lines for the load generator's tests: it answers with the bytes it is given."""
+"""A server of a few lines for the load generator's tests, which answers with prepared bytes."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ def streamed(*payloads: bytes) -> bytes:
 
 
 def completion(num_tokens: int, prompt_tokens: int = 5, **usage: Any) -> bytes:
-    """The whole streamed answer of /v1/completions."""
+    """Return the whole streamed answer of /v1/completions."""
     pieces = [{"choices": [{"index": 0, "text": f" t{index}", "finish_reason": None}]} for index in range(num_tokens)]
     pieces[-1]["choices"][0]["finish_reason"] = "length"
     end = {"choices": [], "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens, **usage}}
@@ -24,7 +24,7 @@ def completion(num_tokens: int, prompt_tokens: int = 5, **usage: Any) -> bytes:
 
 
 def speak_openai(seen: Seen, sock: socket.socket) -> bytes:
-    """Lists a model; completes prompts with as many tokens as were asked for."""
+    """List a model; complete prompts with as many tokens as the request allows."""
     if seen.line.startswith(b"GET /v1/models "):
         return whole(b'{"object": "list", "data": [{"id": "a/model"}]}')
     body = json.loads(seen.body)
