@@ -28,11 +28,11 @@ def run(args: argparse.Namespace) -> int:
     findings, 1 with findings, and 3 if too few answers arrived in time to tell."""
     options = ProveOptions.of(args)
     chosen("case", options.cases, CASES)  # refuses unknown names before a server is started
-    if args.list:
+    if options.lists_cases:
         print(list_cases())
         return 0
     has_own = options.worlds or options.faults or options.model or options.serve_options
-    if args.self_test:
+    if options.self_test:
         if args.url or has_own or options.json or options.junit or options.badge or options.scripts:
             raise ProveError("self-test: given; it starts the servers that it proves, and has no report in a file")
         return _run_self_test(options)
