@@ -1,7 +1,7 @@
 """Detects a server's abilities with trial requests. What a server cannot do is skipped, and reported with the reason.
 
-A field counts as supported when a request with it is answered. On a server that accepts unknown fields, its effect must be
-seen as well, unless the field has no visible effect.
+A field counts as supported when a request with it is answered and its effect is seen, unless it has no visible effect:
+many servers accept unknown fields.
 """
 
 import random
@@ -27,7 +27,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "response_format": {"response_format": FORMATTED, "max_tokens": 40},
     "seed": {"seed": 1, "temperature": 1},
 }
-UNSEEN = ("stop", "cache_salt", "priority", "seed", "presence_penalty")  # without an effect on every answer
 APIS = {"chat": CHAT_PATH, "tools": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
@@ -52,7 +51,7 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     for name, fields in FIELDS.items():
         answer = await asker.ask({**plain, **fields})
         choice = answer.first
-        seen: dict[str, object] = {
+        seen: dict[str, object] = {  # the other fields have no visible effect on every answer
             "n": len(answer.choices) == 2,
             "logprobs": any(choice.tops),
             "return_token_ids": choice.ids,
@@ -60,8 +59,7 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
             "structured_outputs": choice.text.isalpha() and choice.text.islower(),
             "response_format": choice.text.lstrip().startswith("{"),
         }
-        is_seen = seen.get(name, not is_lenient or name in UNSEEN)
-        abilities.note(name, answer.is_done and is_seen, answer.error[:80] or "no effect seen")
+        abilities.note(name, answer.is_done and seen.get(name, True), answer.error[:80] or "no effect seen")
     for name, path in APIS.items():
         body = in_form_of(path, abilities.chat("Hello", 2))
         answer = await asker.ask({**body, **(FORCED["move_file"] if name == "tools" else {})}, path=path)

@@ -59,8 +59,7 @@ class CaseRun:
 
     def body(self, prompt: Sequence[Any], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
         """Return a completion request."""
-        shown = {**self.abilities.fields(), "prompt": as_prompt(prompt), "max_tokens": max_tokens, "temperature": 0}
-        return {name: value for name, value in {**shown, **fields}.items() if value is not None}
+        return self.abilities.completion({"prompt": as_prompt(prompt), "max_tokens": max_tokens, **fields})
 
     def chat(self, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
         """Return a chat request with a random text."""

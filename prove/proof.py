@@ -174,8 +174,7 @@ class Proof:
     # -- one request ---------------------------------------------------------------------------------------
 
     def body(self, index: int, fields: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        body = {**self.abilities.fields(), **self.questions[index].body, **fields}
-        return {name: value for name, value in body.items() if value is not None}
+        return self.abilities.completion({**self.questions[index].body, **fields})
 
     async def fresh(self) -> dict[str, Any]:
         """Return fields that disable reuse for a request; empty the prefix cache if there are none."""

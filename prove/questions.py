@@ -38,14 +38,13 @@ class Abilities:
         else:
             self.skipped.append(f"{name}: {otherwise}")
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of every question, which make tokens comparable and differences explainable."""
-        fields: dict[str, Any] = {"model": self.model}
-        if "return_token_ids" in self.supported:
-            fields["return_token_ids"] = True
-        if "logprobs" in self.supported:
-            fields["logprobs"] = NUM_TOPS
-        return fields
+    def completion(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a completion request with these fields, besides those of every question, which make tokens comparable and
+        differences explainable. A field that is None is left out."""
+        common = {"model": self.model, "temperature": 0}
+        common |= {"return_token_ids": True} if "return_token_ids" in self.supported else {}
+        common |= {"logprobs": NUM_TOPS} if "logprobs" in self.supported else {}
+        return {name: value for name, value in {**common, **fields}.items() if value is not None}
 
     def chat(self, text: str, max_tokens: int) -> dict[str, Any]:
         """Return a chat request with instructions and one message."""
@@ -135,7 +134,7 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
             prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
         most = rng.choice((1, 8, 2 * block + 4, 3 * block))
         most = 40 if kind in ("choice", "regex", "schema") else most
-        body = {"prompt": as_prompt(prompt), "max_tokens": most, "temperature": 0}
+        body = {"prompt": as_prompt(prompt), "max_tokens": most}
         if kind == "adapter":
             body["model"] = rng.choice(abilities.adapters)
         drawn.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))

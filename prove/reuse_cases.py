@@ -137,7 +137,7 @@ async def _neighbours(run: CaseRun) -> None:
 
 async def _full_context(run: CaseRun) -> None:
     """Fill the context with one prompt, at once and grown by turns. Finding: input is cut silently."""
-    length = (run.abilities.context or 0) - CONTEXT_TOKENS
+    length = run.abilities.context - CONTEXT_TOKENS
     prompt = run.draw(length)
     for end in (length // 4, length // 2, 3 * length // 4, length):
         grown = await run.ask(run.body(prompt[:end], CONTEXT_TOKENS))

@@ -29,11 +29,12 @@ PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.cli import ma
 DIE_WITH = (sys.executable, "-P", "-m", "penstock.executor.process_life")  # then the parent's PID, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
 HOST = "--kv-host-bytes 8MiB"
-LOOKUP = '--speculative-config {"method":"ngram"}'
+LOOKUP = '--speculative-config {{"method":"ngram"}}'
 
 
 class World(NamedTuple):
-    """The options of each server, and of `penstock route` in front of them if there is a router."""
+    """The options of each server, and of `penstock route` in front of them if there is a router. `OwnServer` fills in the
+    names in braces after splitting the options into words, since a folder may contain spaces."""
 
     servers: Sequence[str]
     router: str = ""
@@ -64,12 +65,14 @@ class OwnServer:
         for number, options in enumerate(servers):
             port = free_port()
             self.url = words[f"url{number}"] = f"http://127.0.0.1:{port}"
+            filled = (word.format(**words) for word in options.split())
             named = ["serve", *([model] if model else []), "--port", str(port)]
-            self._commands.append([*PENSTOCK, *named, *_filled(options, words), *more])
+            self._commands.append([*PENSTOCK, *named, *filled, *more])
         if router:
             port = free_port()
             self.url = f"http://127.0.0.1:{port}"
-            self._commands.append([*PENSTOCK, "route", "--port", str(port), *_filled(router, words)])
+            filled = (word.format(**words) for word in router.split())
+            self._commands.append([*PENSTOCK, "route", "--port", str(port), *filled])
         self.servers: list[subprocess.Popen[bytes]] = []
 
     async def start(self, headers: Mapping[str, str]) -> None:
@@ -167,14 +170,6 @@ def group_of(leader: int) -> list[int]:
             if int(group) == leader and state != "Z":
                 found.append(int(entry))
     return found
-
-
-def _filled(options: str, values: Mapping[str, str]) -> list[str]:
-    """Split the options into words, and fill in the values, which may contain spaces."""
-    words = options.split()
-    for name, value in values.items():
-        words = [word.replace(f"{{{name}}}", value) for word in words]
-    return words
 
 
 def _last_line(log: Path) -> str:
