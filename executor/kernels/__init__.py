@@ -16,13 +16,16 @@ from penstock.executor.kernels.weight import Weight
 from penstock.executor.moe_spec import MoeSpec
 
 # clamped_swish is gpt-oss's: swish with slope 1.702 of the gate, clamped to at most 7, times (up, clamped to ±7) + 1.
-Activation = Literal["silu", "gelu_tanh", "clamped_swish"]
+# relu and relu2, which squares the result, are those of MLPs without a gate.
+Activation = Literal["silu", "gelu_tanh", "clamped_swish", "relu", "relu2"]
+UNGATED: tuple[Activation, ...] = ("relu", "relu2")
 # x [T, K] as float8_e4m3fn [T, K], and a float32 scale for every 128 numbers of a row, [T, K / 128]
 Quantized = tuple[Tensor, Tensor]
 FIXED_ON = "8.x, 9.0 or 12.x"  # on these capabilities, tensor cores use the same instruction for small and large tiles
 Pages = tuple[Tensor, Tensor]  # keys and values of one layer, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
+FusedExperts = Callable[..., Tensor]
 IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 
 
@@ -162,8 +165,10 @@ class Ops(Protocol):
         S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
 
     @property
-    def expanded_attention(self) -> "ExpandedAttention | None":
-        """Attention over latents expanded to keys and values; None if there is only `latent_attention`."""
+    def expanded_attention(self) -> Callable[..., Tensor] | None:
+        """(q, latents, expand, batch, first_row, scale, rope_dim): causal attention of the batch's rows from `first_row`
+        on, T tokens in all, over the keys and values that `expand` makes of the latents: q [T, H, rope + nope], expand
+        [H, nope + value, rank] -> [T, H, value]. None: there is only `latent_attention`."""
 
     @property
     def wide_linear(self) -> Callable[..., Tensor] | None:
@@ -172,47 +177,16 @@ class Ops(Protocol):
 
     @property
     def fused_experts(self) -> "FusedExperts | None":
-        """A kernel for all experts of a layer; None: the experts are computed one by one."""
+        """(hidden, expert_slots, shares, gate_up, down, first, activation, added, biases): the weighted sum of the experts
+        in the slots first … first + S - 1, plus `added`: hidden [T, H], expert_slots and shares [T, k], gate_up
+        [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks are skipped. `biases` are those of the
+        two products, [S, 2 I] and [S, H]. With an activation without a gate, gate_up is [S, I, H]. The weights are
+        `Numbers`, `Blocks`, `Packed` or `Mxfp4`. None: the experts are computed one by one."""
 
     @property
     def blocks(self) -> "BlockOps | None":
         """Quantizes the inputs of products with `Blocks`; None: such weights are dequantized at load time, and there
         are no FP8 pages."""
-
-
-class ExpandedAttention(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        expand: Tensor,
-        batch: ForwardBatch,
-        first_row: int,
-        scale: float,
-        rope_dim: int,
-    ) -> Tensor:
-        """Causal attention of the batch's rows from `first_row` on, T tokens in all, over the keys and values that
-        `expand` makes of the latents: q [T, H, rope + nope], expand [H, nope + value, rank] -> [T, H, value]."""
-
-
-class FusedExperts(Protocol):
-    """Computes the experts of a layer in one call. The stacked weights are `Numbers`, `Blocks`, `Packed` or `Mxfp4`."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        expert_slots: Tensor,
-        shares: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        first: int,
-        activation: Activation,
-        added: Tensor | None = None,
-        biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Tensor:
-        """Return the weighted sum of the experts in the slots first … first + S - 1, plus `added`: hidden [T, H],
-        expert_slots and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks
-        are skipped. `biases` are those of the two products, [S, 2 I] and [S, H]."""
 
 
 class BlockOps(Protocol):

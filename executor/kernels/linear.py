@@ -118,7 +118,9 @@ class LinearMaker:
             return Linear([blocks], bias, self._ops)
         weights: list[Weight] = []
         computed = [(part, self._as_codes(part)) for part in parts]
-        for kind, run in groupby(computed, key=lambda pair: None if pair[1] is None else pair[1].join_key):
+        for kind, run in groupby(
+            computed, key=lambda pair: None if pair[1] is None else pair[1].format.join_key(pair[1])
+        ):
             pairs = list(run)
             codes = [each for _, each in pairs if each is not None]
             self._note_storage(part for part, each in pairs if each is not None)

@@ -151,11 +151,6 @@ class Weight(NamedTuple):
         """A key that is equal for weights that can be stacked."""
         return self.format, *(None if part is None else (part.shape, part.dtype) for part in self[1:4])
 
-    @property
-    def join_key(self) -> tuple[object, ...]:
-        """A key that is equal for quantized weights that `pack_for_gpu` can join into one."""
-        return self.format.join_key(self)
-
     def error(self, row: int) -> ExecutorError:
         kind = self.format.storage_name
         return ExecutorError(f"tensor {self.name!r}: row {row} has a scale of {kind} that is not finite")

@@ -5,26 +5,28 @@ tables; keys and values are stored in the pages that `forward` receives.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
+from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages
 from penstock.executor.cache_layout import LayerCache
-from penstock.executor.kernels import Fp8Rows, NormedRows, Ops, Rows
+from penstock.executor.kernels import UNGATED, Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
-from penstock.executor.models.mlp import Mlp, PlainMlp
+from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
+
+Mixer = GroupedAttention | LatentAttention | DeltaNet | Mamba | ShortConv  # the token mixer of a layer
 
 
 class LayerInputs:
@@ -84,7 +86,7 @@ class Decoder:
             else weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
         )
         # LoRA is not supported for layer-specific heads and for MLPs without a gate.
-        is_plain = all(layer.heads is None for layer in spec.layers) and spec.has_gated_mlp
+        is_plain = all(layer.heads is None for layer in spec.layers) and spec.activation not in UNGATED
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         for number, linear in enumerate(self.adapted):
             linear.number = number
@@ -205,17 +207,7 @@ def _caches_of(
     return tuple(caches), max(num_bytes for _, num_bytes in states)
 
 
-class _Mixer(Protocol):
-    """The token mixer of a layer: attention, or a recurrent layer."""
-
-    output: Linear
-    takes_fp8: bool
-    takes_normed: bool
-
-    def attend(self, hidden: Rows, batch: ForwardBatch, pages: Any) -> Tensor: ...
-
-
-def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> _Mixer:
+def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> Mixer:
     recurrent = spec.layers[index].recurrent
     if recurrent is None:
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
@@ -228,7 +220,7 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
 
 
 class _Layer:
-    mlp: Mlp | PlainMlp | MoeMlp
+    mlp: Mlp | MoeMlp | None = None
     experts: Experts | None = None
     _beside: ExpertsBeside | None = None
 
@@ -247,7 +239,8 @@ class _Layer:
         self._input_norm = norm_before("input_layernorm") if has_input_norm else None
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
-        self._mlp_norm = norm_before(before_mlp) if spec.has_pre_norms else None
+        has_mlp_norm = spec.has_pre_norms and spec.layers[index].has_mlp
+        self._mlp_norm = norm_before(before_mlp) if has_mlp_norm else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         self._attention = _mixer_of(spec, index, weights, ops, tables)
         layer = spec.layers[index]
@@ -255,10 +248,8 @@ class _Layer:
         if moe is not None and not moe.is_beside:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
             self.experts = self.mlp.experts
-        elif spec.has_gated_mlp:
+        elif layer.has_mlp:
             self.mlp = Mlp(spec, layer.mlp_size or spec.intermediate_size, f"{prefix}mlp.", weights, ops)
-        else:
-            self.mlp = PlainMlp(spec, f"{prefix}mlp.", weights)
         if moe is not None and moe.is_beside:
             self._beside = ExpertsBeside(spec, moe, index, weights, ops)
             self.experts = self._beside.experts
@@ -268,13 +259,15 @@ class _Layer:
         """Return the products that LoRA adapters may change: four in a plain layer, in the order of `_join`."""
         attention = self._attention
         first = [attention.qkv] if isinstance(attention, GroupedAttention) else []
-        return [*first, attention.output, *self.mlp.adapted()]
+        return [*first, attention.output, *([] if self.mlp is None else self.mlp.adapted())]
 
     def dense(self) -> DenseLayer | None:
         """Return the layer's parts for `_join`; None if it has experts, MLA or other features that C lacks."""
         mixer, mlp = self._attention, self.mlp
         before_attention, before_mlp = self._input_norm, self._mlp_norm
-        if not (isinstance(before_attention, Tensor) and isinstance(before_mlp, Tensor) and isinstance(mlp, Mlp)):
+        if not (isinstance(before_attention, Tensor) and isinstance(before_mlp, Tensor)):
+            return None
+        if not isinstance(mlp, Mlp) or not mlp.is_gated:
             return None
         linears, num_adapted = (mixer.output, mlp.gate_up, mlp.down), len(self.adapted())
         norms = before_attention, self._attention_norm, before_mlp, self._output_norm
@@ -289,7 +282,7 @@ class _Layer:
         update: Tensor | None,
         residual: Tensor,
         batch: ForwardBatch,
-        pages: LayerPages,
+        pages: Any,
         output_indices: Tensor | None,
         inputs: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
@@ -319,6 +312,8 @@ class _Layer:
         update = self._group.sum(update)
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)
+        if self.mlp is None:
+            return update, residual
         hidden, residual = self._norm_before(self.mlp, update, residual, self._mlp_norm, adapters)
         update = self._group.sum(self.mlp(hidden, adapters))
         if self._beside is not None:
@@ -331,7 +326,7 @@ class _Layer:
 
     def _norm_before(
         self,
-        part: _Mixer | Mlp | PlainMlp | MoeMlp,
+        part: Mixer | Mlp | MoeMlp,
         update: Tensor,
         residual: Tensor,
         weight: Tensor | _LayerNorm | None,

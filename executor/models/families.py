@@ -18,6 +18,8 @@ from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, LayerSpec
 _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
 }
 GATE_UP = ("gate_up_proj", (("gate_proj", 1), ("up_proj", 1)))
 
@@ -206,7 +208,7 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
 
 def opt(fields: Fields) -> DecoderSpec:
     """Read OPT: learned positions, LayerNorms before attention and MLP or after them, and an MLP with ReLU."""
-    fields.fixed(activation_function="relu", layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
+    fields.fixed(layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
@@ -222,7 +224,8 @@ def opt(fields: Fields) -> DecoderSpec:
         norms_stream=not has_norms_before,
         num_learned_positions=max_positions_of(own) + PADDING_ROWS,
         embedding_size=None if width == hidden_size else width,
-        has_gated_mlp=False,
+        activation_field="activation_function",
+        activation="relu",
         arrangement=_opt_arrangement(num_layers, has_norms_before),
         **biases,
     )

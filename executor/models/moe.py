@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import Ops, Rows
+from penstock.executor.kernels import UNGATED, Ops, Rows
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.linear import Linear, make_linear
 from penstock.executor.kernels.stored_formats import BLOCK
@@ -149,8 +149,11 @@ class Experts:
         self._fused, self.num_shared = _fuse(self.expert_slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
-            shape = (size, spec.hidden_size)
-            for name, of in zip(moe.projections, (shape, shape, shape[::-1]), strict=True):
+            shape, first = (
+                (size, spec.hidden_size),
+                spec.activation in UNGATED,
+            )  # an MLP without a gate has the last two
+            for name, of in zip(moe.projections[first:], (shape, shape, shape[::-1])[first:], strict=True):
                 weights.pass_over(f"{prefix}experts.{expert}.{name}.weight", of)
                 if spec.mlp_bias:
                     weights.pass_over(f"{prefix}experts.{expert}.{name}.bias", of[:1])
@@ -219,8 +222,8 @@ def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:
     size = whole.shape[1] // num
 
     def rows(tensor: Tensor, index: int) -> Tensor:
-        """Return part `index` of `num` of the gate's rows, followed by that of up's rows."""
-        parts: Tensor = tensor.unflatten(0, (2, num, -1))[:, index].flatten(0, 1)
+        """Return part `index` of `num` of the gate's rows, if there is a gate, followed by that of up's rows."""
+        parts: Tensor = tensor.unflatten(0, (1 + shared.is_gated, num, -1))[:, index].flatten(0, 1)
         return parts
 
     def columns(index: int) -> Weight:

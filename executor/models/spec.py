@@ -86,6 +86,7 @@ class LayerSpec:
     recurrent: DeltaSpec | MambaSpec | ConvSpec | None = None  # instead of attention
     heads: LayerHeads | None = None  # None: the model's
     mlp_size: int | None = None  # None: the model's
+    has_mlp: bool = True  # if False, the layer is only attention or a recurrent layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,11 @@ class DecoderSpec:
     # Gemma: norms also after attention and MLP, norm weights stored minus one, and scaled embeddings.
     sandwich_norms: bool = False
     has_pre_norms: bool = True  # OLMo 2 has norms only after attention and MLP
-    # OPT: LayerNorms, which may replace the residual stream, learned positions, and an MLP without a gate.
+    # OPT: LayerNorms, which may replace the residual stream, and learned positions.
     has_layer_norms: bool = False
     norms_stream: bool = False
     num_learned_positions: int = 0  # rows of the table of position embeddings, with PADDING_ROWS
     embedding_size: int | None = None  # if set, token embeddings are projected to hidden_size, and back for the head
-    has_gated_mlp: bool = True
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     rounds_scale: bool = True  # round `embedding_scale` to the model's dtype, as in Gemma's training

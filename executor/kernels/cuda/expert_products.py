@@ -59,26 +59,13 @@ def fused_experts(
         like=hidden,
     )
     multiply(inside, down, (parts, None), tile, order=order, bias=biases[1], splits=splits)
-    return weighted_sum(parts, expert_slots, shares, num_slots, first, added, hidden.dtype)
-
-
-def weighted_sum(
-    parts: Tensor,
-    expert_slots: Tensor,
-    shares: Tensor,
-    num_slots: int,
-    first: int,
-    added: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the sum of each token's parts [splits, T * k, width], each by its share, and of `added`."""
-    (tokens, top_k), (splits, _, width) = expert_slots.shape, parts.shape
+    tokens, top_k = expert_slots.shape
     assert shares.shape == expert_slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
-    out = torch.empty((tokens, width), dtype=dtype, device=parts.device)
+    out = torch.empty((tokens, width), dtype=hidden.dtype, device=hidden.device)
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK.value))](
         *(parts, expert_slots, shares, parts if added is None else added, out),
-        *(expert_slots.numel(), first),
+        *(entries, first),
         WIDTH=width,
         TOP_K=top_k,
         NUM_SLOTS=num_slots,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation
+from penstock.executor.kernels import UNGATED, Activation
 from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.dequantize import MAX_SCALED_ROWS, add_groups, dequantize_mxfp4, load_scales
 from penstock.executor.kernels.cuda.launch import kernel
@@ -46,7 +46,8 @@ class ProductSpec(NamedTuple):
     is_whole: bool  # no tile and no step reaches beyond the weight's rows and columns
     has_zeros: bool
     is_biased: bool
-    activation: Activation | None  # None: there is no gate
+    activation: Activation | None
+    has_gate: bool  # the activation is that of a gate
     is_sorted: bool  # the rows of a tile are entries of one expert
     entries_per_row: int  # entries that share a row of x
     splits: int
@@ -76,18 +77,20 @@ def multiply(
 ) -> None:
     """Multiply x [T, depth] by a weight [width, depth] into y [T, width], or into [splits, T, width] unless `in_order`.
 
-    activation: the weight has the rows of a gate, then those of an up projection. order: the weight is a stack of
+    activation: unless it is in `UNGATED`, the weight has the rows of a gate, then those of an up projection. order: the weight is a stack of
     experts, and y has a row for each entry. like: its dtype is the one that y is rounded to before it is quantized.
     """
     (values, x_scales), (out, y_scales), (_, codes, scales, zeros, *_) = x, y, weight
     *_, rows, depth = weight.shape
-    width, step = rows if activation is None else rows // 2, depth_step(values.element_size())
+    has_gate = activation is not None and activation not in UNGATED
+    width, step = rows // 2 if has_gate else rows, depth_step(values.element_size())
     spec = ProductSpec(
         *(width, rows, depth, step, step, values.stride(0)),
         is_whole=width % tile.columns == 0,
         has_zeros=zeros is not None,
         is_biased=bias is not None,
         activation=activation,
+        has_gate=has_gate,
         is_sorted=order is not None,
         entries_per_row=entries_per_row,
         splits=splits,
@@ -124,7 +127,7 @@ def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
         spec = spec._replace(expert_scales=scales.numel() // len(codes) if codes.dim() == 3 else 0)
     if form is BLOCKS:
         assert scales is not None and spec.depth % BLOCK == 0
-        assert spec.activation is None or spec.width % BLOCK == 0
+        assert not spec.has_gate or spec.width % BLOCK == 0
         spec = spec._replace(kind="blocks", scales_stride=scales.stride(-2))
     elif form is MXFP4:
         step = MXFP4_STEP if spec.step == 64 and tile.rows <= MAX_SCALED_ROWS.value else spec.step
@@ -247,7 +250,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
     IS_LARGE: tl.constexpr = is_row.shape[0] > MAX_SCALED_ROWS
     IS_GROUP_LONG: tl.constexpr = SPEC.kind == "groups" and SPEC.group % SPEC.step == 0
     IS_FREE: tl.constexpr = (IS_LARGE or not SPEC.has_zeros) if IS_GROUP_LONG else SPEC.kind == "mxfp4" and not IS_LARGE
-    AHEAD: tl.constexpr = IS_FREE and SPEC.activation is None
+    AHEAD: tl.constexpr = IS_FREE and not SPEC.has_gate
     scales = column, column
     if AHEAD:
         scales = load_scales(weight, begin * SPEC.step, 0, column, 0, SPEC)
@@ -265,7 +268,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
             x_scale = tl.load(x_scale_ptrs + start // GROUP * x_scales_stride, mask=is_row, other=0.0)
         is_code = is_deep[:, None] & (column < SPEC.width)[None, :]
         codes = load_inside(ptrs + ahead * BYTES, is_code, SPEC.is_whole)
-        if SPEC.activation is not None:
+        if SPEC.has_gate:
             up_codes = load_inside(ptrs + ahead * BYTES + SPEC.width * ROW_BYTES, is_code, SPEC.is_whole)
         current = scales
         if AHEAD:
@@ -273,7 +276,7 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
         for half in tl.static_range(PER_BYTE):
             rows = tl.load(x_ptrs + (ahead * SPEC.step + half * SPEC.half), mask=is_x, other=0.0)
             acc = _add_product(acc, rows, x_scale, codes, half, weight, current, start, column, 0, AHEAD, SPEC)
-            if SPEC.activation is not None:
+            if SPEC.has_gate:
                 up = _add_product(
                     up, rows, x_scale, up_codes, half, weight, current, start, column, SPEC.width, False, SPEC
                 )
@@ -285,15 +288,17 @@ def _sum_steps(x, weight, column, begin, end, SPEC: tl.constexpr):
 
 @triton.jit
 def _finish(acc, up, bias_ptrs, is_column, split, SPEC: tl.constexpr):
-    """Add the bias, to the first of an expert's splits and to none of a linear layer's, and apply the gate."""
+    """Add the bias, to the first of an expert's splits and to none of a linear layer's, and apply the activation."""
     ACTIVATION: tl.constexpr = SPEC.activation
     if SPEC.is_biased and (SPEC.splits == 1 or SPEC.in_order or SPEC.is_sorted):
         is_column = is_column & (split == 0)
         acc += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION is not None:
+        if SPEC.has_gate:
             up += tl.load(bias_ptrs + SPEC.width, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
+    if SPEC.has_gate:
         acc = gated(acc, up, ACTIVATION)
+    elif ACTIVATION == "relu2":
+        acc = tl.where(acc < 0, 0.0, acc * acc)  # NaN stays NaN
     return acc
 
 

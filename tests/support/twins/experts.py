@@ -42,7 +42,10 @@ def fused_experts(
     chosen = [(expert_slots == first + index).nonzero(as_tuple=True) for index in range(len(narrow))]
     for index, (token, choice) in enumerate(chosen):
         both[token, choice] = F.linear(through(rows[token]), up[index], added_up[index])
-    inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, expert_slots.shape)
+    if activation == "relu2":
+        inside = both.relu().square()
+    else:
+        inside = torch_ops.gate(both.flatten(0, 1), activation).unflatten(0, expert_slots.shape)
     for index, (token, choice) in enumerate(chosen):
         out[token, choice] = F.linear(through(inside[token, choice]), narrow[index], added_down[index])
     total = (out * shares[..., None]).sum(1)
