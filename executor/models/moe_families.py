@@ -73,7 +73,7 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(n_group=8, topk_group=4, routed_scaling_factor=2.5, n_shared_experts=1)
-    return _deepseek(own, _deepseek_v3_moe(own))
+    return _deepseek(own, deepseek_v3_moe(own))
 
 
 def glm4_moe(fields: Fields) -> DecoderSpec:
@@ -81,7 +81,7 @@ def glm4_moe(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(
         rms_norm_eps=1e-5, max_position_embeddings=131072, first_k_dense_replace=1, n_shared_experts=1
     )
-    layers = _first_dense(own, uniform_layers(own, partial=0.5), _deepseek_v3_moe(own))
+    layers = first_dense(own, uniform_layers(own, partial=0.5), deepseek_v3_moe(own))
     biases: dict[str, Any] = {"qkv_bias": own.flag("attention_bias", False), "qk_norm": own.flag("use_qk_norm", False)}
     return spec_of(own, layers, **biases)
 
@@ -98,7 +98,7 @@ def glm4_moe_lite(fields: Fields) -> DecoderSpec:
     )
     spec = deepseek_v3(own)
     are_dense = full_layers(own, "sparse", [layer.moe is None for layer in spec.layers], "mlp_layer_types", "dense")
-    moe = _deepseek_v3_moe(own)
+    moe = deepseek_v3_moe(own)
     layers = (replace(layer, moe=None if dense else moe) for layer, dense in zip(spec.layers, are_dense, strict=True))
     return replace(spec, layers=tuple(layers))
 
@@ -181,7 +181,7 @@ def granite_moe(fields: Fields, shared: int = 0) -> DecoderSpec:
     return replace(spec, layers=_sparse(fields, spec.layers, moe), arrangement=arrangement)
 
 
-def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
+def deepseek_v3_moe(fields: Fields) -> MoeSpec:
     fields.fixed(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
     moe = _deepseek_moe(fields, is_grouped=True)
     if moe.num_groups > 1 and moe.num_experts < 2 * moe.num_groups:  # the best two experts of a group rate it
@@ -202,13 +202,13 @@ def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
     if latent.rope_dim % 2:
         raise fields.error("qk_rope_head_dim", latent.rope_dim, "an even number")
     rope = read_rope(fields, latent.rope_dim, max_positions_of(fields))
-    layers = _first_dense(fields, (LayerSpec(rope),) * fields.integer("num_hidden_layers"), moe)
+    layers = first_dense(fields, (LayerSpec(rope),) * fields.integer("num_hidden_layers"), moe)
     biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
     spec = spec_of(fields, layers, attention_scale=_latent_scale(fields, latent), **biases)
     return replace(spec, latent=latent, num_kv_heads=1, head_dim=latent.rope_dim + latent.kv_rank)
 
 
-def _first_dense(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
+def first_dense(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
     first = fields.integer("first_k_dense_replace", 0, low=0)
     return _sparse(fields, layers, moe, lambda index: index >= first)
 

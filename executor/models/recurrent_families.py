@@ -1,13 +1,22 @@
 """Converts a config.json to a `DecoderSpec`, for models that mix attention layers and recurrent layers."""
 
+import re
 from dataclasses import replace
 
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
-from penstock.executor.loading.arrangement import Arrangement, stacked_experts
+from penstock.executor.loading.arrangement import Arrangement, Joined, stacked_experts
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import pick_layers, spec_of, uniform_layers, unrotated
-from penstock.executor.models.moe_families import granite_moe_shared, qwen_moe, qwen_sparse, shared_expert
-from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
+from penstock.executor.models.moe_families import (
+    deepseek_v3_moe,
+    first_dense,
+    granite_moe_shared,
+    qwen_moe,
+    qwen_sparse,
+    shared_expert,
+)
+from penstock.executor.models.rope import Rope
+from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 
 _QWEN = Arrangement(
     joined=stacked_experts("experts.gate_up_proj", "experts.down_proj", "mlp."),
@@ -21,11 +30,16 @@ _LFM2 = Arrangement(
         ("q_layernorm", "q_norm"),
         ("k_layernorm", "k_norm"),
         ("self_attn.out_proj", "self_attn.o_proj"),
-        ("feed_forward.w1", "mlp.gate_proj"),
-        ("feed_forward.w3", "mlp.up_proj"),
-        ("feed_forward.w2", "mlp.down_proj"),
-    )
+        (".feed_forward.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w3.", ".up_proj."),
+        (".w2.", ".down_proj."),
+        (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    ),
+    joined=stacked_experts("experts.gate_up_proj", "experts.down_proj", "mlp."),
 )
+# Values of time_step_limit without a limit: infinity in plain JSON, and in the form that transformers 5 writes.
+_NO_LIMIT = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 
 def qwen3_next(fields: Fields) -> DecoderSpec:
@@ -76,6 +90,23 @@ def lfm2(fields: Fields) -> DecoderSpec:
     return replace(spec_of(own, layers, qk_norm=True, arrangement=_LFM2), intermediate_size=_lfm2_mlp(own))
 
 
+def lfm2_moe(fields: Fields) -> DecoderSpec:
+    own = fields.with_defaults(
+        intermediate_size=7168,
+        block_auto_adjust_ff_dim=False,
+        first_k_dense_replace=fields.integer("num_dense_layers", 2, low=0),
+    )
+    moe = replace(
+        qwen_moe(own, renormalize=True),
+        scoring="sigmoid",
+        has_bias=own.flag("use_expert_bias", True),
+        renormalize_eps=1e-6,
+        scale=own.number("routed_scaling_factor", 1.0),
+    )
+    spec = lfm2(own)
+    return replace(spec, layers=first_dense(own, spec.layers, moe))
+
+
 def _lfm2_mlp(fields: Fields) -> int:
     """Return the MLP size: two thirds of the config's, times a factor, rounded up, unless the config disables that."""
     size = fields.integer("block_ff_dim", fields.integer("intermediate_size"))
@@ -100,25 +131,27 @@ def granite_hybrid(fields: Fields) -> DecoderSpec:
     if not any(names[kind] for kind in kinds):
         return replace(spec, layers=layers)
     mamba = _mamba(fields)
-    keys, values = mamba.key_heads * mamba.key_dim, mamba.value_heads * mamba.value_dim
-    parts = ("x", values), ("b", keys), ("c", keys)
-    products = ("z", values), *parts, ("dt", mamba.value_heads)
-    joined = (
-        ("mamba.in_proj", tuple((f"mamba.{name}_proj", size) for name, size in products)),
-        ("mamba.conv1d", tuple((f"mamba.{name}_conv", size) for name, size in parts)),
-    )
     return replace(
         spec,
         layers=tuple(
             replace(layer, recurrent=mamba) if names[kind] else layer for layer, kind in zip(layers, kinds, strict=True)
         ),
-        arrangement=replace(spec.arrangement, joined=(*spec.arrangement.joined, *joined)),
+        arrangement=replace(spec.arrangement, joined=(*spec.arrangement.joined, *_joined_in_mamba(mamba))),
+    )
+
+
+def _joined_in_mamba(mamba: MambaSpec) -> tuple[Joined, Joined]:
+    keys, values = mamba.key_heads * mamba.key_dim, mamba.value_heads * mamba.value_dim
+    parts = ("x", values), ("b", keys), ("c", keys)
+    products = ("z", values), *parts, ("dt", mamba.value_heads)
+    return (
+        ("mamba.in_proj", tuple((f"mamba.{name}_proj", size) for name, size in products)),
+        ("mamba.conv1d", tuple((f"mamba.{name}_conv", size) for name, size in parts)),
     )
 
 
 def _mamba(fields: Fields) -> MambaSpec:
-    # Infinity in plain JSON, and in the form that transformers 5 writes.
-    fields.only("time_step_limit", None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+    fields.only("time_step_limit", *_NO_LIMIT)
     values = fields.integer("mamba_expand", 2, high=16) * fields.integer("hidden_size")
     heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
     if values % heads:
@@ -138,3 +171,68 @@ def _mamba(fields: Fields) -> MambaSpec:
         bias=fields.flag("mamba_proj_bias", False),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
     )
+
+
+def nemotron_h(fields: Fields) -> DecoderSpec:
+    """Read Nemotron-H. The file's blocks are Mamba 2, attention, an MLP or experts, each with a norm and a residual. One of
+    our layers is a block of Mamba 2 or attention and, if an MLP or experts follow it, that block."""
+    own = fields.with_defaults(
+        head_dim=fields.integer("attention_head_dim", 128),
+        rms_norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        max_position_embeddings=4096,
+    )
+    own.only("sliding_window", None)
+    own.only("time_step_limit", *_NO_LIMIT)
+    own.fixed(attention_bias=False, mlp_bias=False, mamba_proj_bias=False, mamba_hidden_act="silu")
+    heads, groups = own.integer("mamba_num_heads", 128), own.integer("n_groups", 8)
+    if heads % groups:
+        raise own.error("n_groups", groups, f"a divisor of mamba_num_heads ({heads})")
+    mamba = MambaSpec(
+        groups,
+        heads,
+        key_dim=own.integer("ssm_state_size", 128, high=MAX_HEAD),
+        value_dim=own.integer("mamba_head_dim", 64, high=MAX_HEAD),
+        taps=own.integer("conv_kernel", 4, high=MAX_TAPS),
+        conv_bias=own.flag("use_conv_bias", True),
+        bias=own.flag("use_bias", False),
+        norm_eps=own.number("rms_norm_eps"),
+    )
+    blocks = _nemotron_blocks(own)
+    moe = None
+    if any("E" in each for each in blocks):
+        moe = replace(deepseek_v3_moe(own), shared_size=own.integer("moe_shared_expert_intermediate_size"))
+    layers = tuple(
+        LayerSpec(
+            Rope(0, 1.0),
+            moe=moe if "E" in each else None,
+            recurrent=mamba if "M" in each else None,
+            has_mlp=len(each) > 1,
+        )
+        for each in blocks
+    )
+    arrangement = _nemotron_arrangement(blocks, mamba)
+    return spec_of(own, layers, activation_field="mlp_hidden_act", activation="relu2", arrangement=arrangement)
+
+
+def _nemotron_blocks(fields: Fields) -> list[str]:
+    """Return the blocks of each of our layers: M (Mamba 2) or * (attention), then - (an MLP), E (experts) or nothing."""
+    names = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+    listed = next((name for name in ("layers_block_type", "layer_types") if name in fields), None)
+    kinds = fields.text("hybrid_override_pattern") if listed is None else fields.texts(listed) or []
+    blocks = "".join(names.get(kind, kind) for kind in kinds)
+    if re.fullmatch(r"([M*][-E]?)+", blocks) is None:
+        expected = "Mamba 2 (M) and attention (*), each alone or before an MLP (-) or experts (E)"
+        raise fields.error(listed or "hybrid_override_pattern", kinds, expected)
+    return re.findall(r"[M*][-E]?", blocks)
+
+
+def _nemotron_arrangement(layers: list[str], mamba: MambaSpec) -> Arrangement:
+    renames = [("backbone.", "model."), (".embeddings.", ".embed_tokens."), (".norm_f.", ".norm.")]
+    mlp = "post_attention_layernorm", "mlp"
+    names = {"M": ("input_layernorm", "mamba"), "*": ("input_layernorm", "self_attn"), "-": mlp, "E": mlp}
+    places = [(index, *names[kind]) for index, blocks in enumerate(layers) for kind in blocks]
+    for block, (index, norm, mixer) in enumerate(places):
+        renames.append((f".layers.{block}.norm.", f".layers.{index}.{norm}."))
+        renames.append((f".layers.{block}.mixer.", f".layers.{index}.{mixer}."))
+    experts = ((f"mlp.experts.{each}_proj", ((f"mlp.experts.#.{each}_proj.weight", 1),)) for each in ("up", "down"))
+    return Arrangement(tuple(renames), (*experts, *_joined_in_mamba(mamba)), ignored=("mtp.",))

@@ -1,5 +1,5 @@
-"""Recurrent layers, which replace attention: the gated delta rule (Qwen3-Next, Qwen3.5), Mamba 2 (Granite 4) and the
-short convolution (LFM2). Their state has a fixed size, whatever the length of the request.
+"""Recurrent layers, which replace attention: the gated delta rule (Qwen3-Next, Qwen3.5), Mamba 2 (Granite 4,
+Nemotron-H) and the short convolution (LFM2). Their state has a fixed size, whatever the length of the request.
 """
 
 import torch

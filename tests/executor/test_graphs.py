@@ -142,7 +142,17 @@ def test_a_model_gives_the_tokens_of_transformers_with_graphs_and_without(
     executor.close()
 
 
-PROMPTS_IN_GRAPHS = ["qwen3", "gemma3", "qwen3-moe", "opt", "deepseek-v2-lite", "qwen3.5", "granite4-mamba", "lfm2"]
+PROMPTS_IN_GRAPHS = [
+    "qwen3",
+    "gemma3",
+    "qwen3-moe",
+    "opt",
+    "deepseek-v2-lite",
+    "qwen3.5",
+    "granite4-mamba",
+    "lfm2",
+    "nemotron-h",
+]
 
 
 @pytest.mark.parametrize("case", hardest(PROMPTS_IN_GRAPHS, "gemma3", "qwen3-moe", "deepseek-v2-lite"))

@@ -45,8 +45,9 @@ CODES, NUMBERS, BYTES = "weights as codes", "coded weights as float32", "FP8 wei
 PLAIN = [
     *("llama-rope-yarn", "mistral-sliding", "gemma3", "gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "ministral3"),
     *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
+    "nemotron-h",
 ]
-DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "granite4-mamba", "deepseek-v3")
+DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "nemotron-h", "deepseek-v3")
 PORTABLE = ("gpt-oss", "qwen3.5")
 BY_TORCH = ("gpt-oss", "deepseek-v3")
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids

@@ -57,7 +57,9 @@ def randomize(model: Any) -> None:
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
+        if name.endswith(
+            ("e_score_correction_bias", "expert_bias")
+        ):  # learned, though transformers keeps it as a buffer
             buffer += 0.3 * torch.randn(buffer.shape)
         elif name.endswith("layer_scalar"):
             buffer -= 0.2

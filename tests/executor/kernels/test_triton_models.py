@@ -21,8 +21,8 @@ from tests.support.twins import eight_bits as eight_bits_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
 COUNT = 3
-SMALL: dict[str, Any] = {"kv_cache_bytes": 2**18, "block_size": 4, "max_num_seqs": 3}
-SLOW = ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt")
+SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
+SLOW = ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt", "nemotron-h")
 
 
 @pytest.mark.usefixtures("few_programs")
