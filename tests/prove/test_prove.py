@@ -400,14 +400,6 @@ def test_an_answer_of_another_form_is_an_error_and_ends_nothing(payload: bytes, 
     assert answer.error.startswith(error)
 
 
-@pytest.mark.parametrize(("words", "message"), cases(__file__, "options"))
-def test_unusable_options_are_refused_by_name(words: list[str], message: str) -> None:
-    parser = argparse.ArgumentParser()
-    prove.add_arguments(parser)
-    with pytest.raises(ProveError, match=message):
-        prove.run(parser.parse_args(words))
-
-
 KEYED_SERVER = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,6 +1,5 @@
 """`penstock bench startup` with servers of a few lines in place of a model."""
 
-import argparse
 import json
 import signal
 import subprocess
@@ -10,7 +9,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from penstock.engine.commands import bench
+from penstock.cli import main
 from penstock.engine.commands.bench import startup
 from tests.support.programs import all_gone
 from tests.support.refusals import hardest
@@ -61,19 +60,14 @@ def test_a_server_that_ends_or_never_answers_is_reported(code: str, timeout_s: f
         startup.first_token_s([sys.executable, "-c", code], timeout_s=timeout_s)
 
 
-def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(["startup", *words]))
-
-
 def test_the_report_leaves_out_the_first_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_token_s = Mock(side_effect=[9.0, 2.0, 4.0])
     monkeypatch.setattr(startup, "first_token_s", first_token_s)
     path = tmp_path / "out.json"
-    assert run("--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)) == 0
+    words = ["--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)]
+    assert main(["bench", "startup", *words]) == 0
     assert json.loads(path.read_text()) == {"avg_warm_startup_time": 3.0, "warm_startup_times": [2.0, 4.0]}
     assert capsys.readouterr().out == "Avg startup time: 3.00 seconds\n"
     assert first_token_s.call_args_list == [call(["x", "{port}"])] * 3
@@ -95,5 +89,5 @@ def test_a_signal_ends_the_server_as_well(number: signal.Signals, tmp_path: Path
 
 
 def test_a_program_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--command", "nosuchprogram {port}") == 1
+    assert main(["bench", "startup", "--command", "nosuchprogram {port}"]) == 1
     assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"
