@@ -1,4 +1,4 @@
-"""The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, steps in flight."""
+"""The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, drafts and masks."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock.executor.protocol import Sampling
+from penstock.executor.protocol import Sampling, Step
 from penstock.executor.ranks import runner_factory
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
@@ -71,20 +71,19 @@ def test_tokens_that_a_row_brings_along_count_as_if_they_had_been_sampled(
     driver: Driver, options: dict[str, Any]
 ) -> None:
     sampling, forced = Sampling(temperature=0.0, **options), (5, 9, 5, 77)
-    known = driver.admit(PROMPT[:20], sampling)
-    given = driver.admit(PROMPT[:20], sampling)
-    driver.generate(known, given, count=3)
-    known.tokens += forced
-    driver.readmit(known, slot=9)
-    first = len(given.tokens)
-    given.tokens += forced
-    row = msgspec.structs.replace(driver.row(given), first_token=first, tokens=forced)
-    driver.step((given, row))
-    assert driver.generate(known, count=12) == driver.generate(given, count=12)
+    sampled, forced_to = driver.admit(PROMPT[:20], sampling), driver.admit(PROMPT[:20], sampling)
+    driver.generate(sampled, forced_to, count=3)
+    sampled.tokens += forced
+    driver.readmit(sampled, slot=9)
+    first = len(forced_to.tokens)
+    forced_to.tokens += forced
+    row = msgspec.structs.replace(driver.row(forced_to), first_token=first, tokens=forced)
+    driver.step((forced_to, row))
+    assert driver.generate(sampled, count=12) == driver.generate(forced_to, count=12)
 
 
 def drafts_of(expected: list[int], first: int, rng: random.Random) -> list[int]:
-    """Up to five tokens that follow, some of them wrong."""
+    """Return up to five tokens that follow, some of them wrong."""
     drafts = expected[first : first + rng.randint(0, 5)]
     return [token if rng.random() < 0.8 else rng.randrange(160) for token in drafts]
 
@@ -106,8 +105,8 @@ def test_rows_with_drafts_sample_what_rows_without_them_do(
     rng = random.Random(6)
     gains = []
     while min(len(sequence.output) for sequence in sequences) < 24:
-        given = {index: drafts_of(alone[index], len(sequences[index].output), rng) for index in (0, 2)}
-        gains += driver.advance_with_drafts(given, *sequences)
+        drafts = {index: drafts_of(alone[index], len(sequences[index].output), rng) for index in (0, 2)}
+        gains += driver.advance_with_drafts(drafts, *sequences)
     for sequence, expected in zip(sequences, alone, strict=True):
         assert sequence.output[:24] == expected[:24]
     assert {1, 2, 3, 4} <= set(gains)
@@ -131,17 +130,17 @@ def test_a_request_whose_numbers_break_fails_alone(driver: Driver) -> None:
 
 
 def test_prompt_log_probabilities_and_embeddings_that_break_fail_alone(driver: Driver) -> None:
-    sound, mean, last, asked = (
-        driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
+    with_logprobs = Sampling(temperature=0.0, prompt_logprobs=1)
+    sequences = [
+        driver.admit(PROMPT, with_logprobs),  # the one that is sound
         driver.admit(PROMPT, pooling="mean"),
         driver.admit(PROMPT, pooling="last"),
-        driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
-    )
-    driver.advance(sound, mean, last, asked, chunk=20)
-    for broken in (mean, last, asked):
+        driver.admit(PROMPT, with_logprobs),
+    ]
+    driver.advance(*sequences, chunk=20)
+    for broken in sequences[1:]:
         kv_of(driver)[broken.blocks[2]] = float("nan")
-    parts = [(each, driver.row(each)) for each in (sound, mean, last, asked)]
-    result = driver.step_unchecked(*parts)
+    result = driver.step_unchecked(*((each, driver.row(each)) for each in sequences))
     assert sorted(result.errors) == [1, 2, 3] and result.embeddings == {}
     assert all("not finite" in error for error in result.errors.values())
     assert result.tokens == [greedy(CASE, PROMPT, 1)[0][0], -1, -1, -1]
@@ -152,11 +151,10 @@ def test_a_mean_is_the_same_bits_wherever_chunks_end(driver: Driver) -> None:
     whole = driver.advance(driver.admit(PROMPT, pooling="mean")).embeddings[0]
     for chunk in (1, 7, 16, 47):
         sequence = driver.admit(PROMPT, pooling="mean")
-        found: dict[int, bytes] = {}
-        while not found:
-            count = min(chunk, len(PROMPT) - sequence.computed)
-            found = driver.step((sequence, driver.row(sequence, count))).embeddings
-        assert found[0] == whole
+        embeddings: dict[int, bytes] = {}
+        while not embeddings:
+            embeddings = driver.advance(sequence, chunk=chunk).embeddings
+        assert embeddings[0] == whole
 
 
 def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver: Driver) -> None:
@@ -166,3 +164,31 @@ def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver
     result = driver.advance(chat, pooled)
     assert "40 of 48" in result.errors[1] and result.embeddings == {}
     assert chat.output == greedy(CASE, PROMPT, 1)[0]
+
+
+def test_a_masked_row_samples_from_its_mask_and_the_next_step_goes_on(driver: Driver) -> None:
+    masked, free = driver.admit(PROMPT[:20]), driver.admit(PROMPT)
+    for allowed in ({5, 6}, {70}, {33, 99, 120}):
+        driver.advance(masked, free, masks={0: allowed})
+        assert masked.output[-1] in allowed
+    assert free.output == greedy(CASE, PROMPT, 3)[0]
+    expected = greedy(CASE, PROMPT[:20] + masked.output, 5)[0]
+    assert driver.generate(masked, count=8)[0][3:] == expected
+
+
+def test_a_mask_goes_to_the_row_it_names_whatever_the_order_of_the_batch(driver: Driver) -> None:
+    single, long, other = driver.admit(PROMPT[:9]), driver.admit(PROMPT), driver.admit(PROMPT[:5])
+    driver.advance(single)
+    # The row of one token comes first in the batch, though it is the second of the step.
+    driver.advance(long, single, other, masks={0: {41}, 1: {42}, 2: {43}})
+    assert (long.output[-1], single.output[-1], other.output[-1]) == (41, 42, 43)
+    ended, last = driver.admit(PROMPT), driver.admit(PROMPT)
+    driver.advance(ended, last, masks={0: None, 1: {3}})  # the request of the first has ended meanwhile
+    assert ended.output == greedy(CASE, PROMPT, 1)[0] and last.output == [3]
+
+
+def test_a_step_is_not_collected_before_its_masks_came(driver: Driver) -> None:
+    row = driver.row(driver.admit(PROMPT), masked=True)
+    driver.executor.submit(Step(1, driver._admissions, [row]))
+    with pytest.raises(AssertionError, match="before its masks"):
+        driver.executor.collect()

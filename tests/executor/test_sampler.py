@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Admission, Row, Sampling, TokenLogprobs
 from penstock.executor.sampling import draw
+from penstock.executor.sampling.draw import CpuSampling
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
 from penstock.executor.step.inputs import DeviceInputs
@@ -24,6 +26,8 @@ from tests.support.twins import torch_inputs
 VOCAB, SLOTS = 700, 8
 CPU = torch.device("cpu")
 Sampled = tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]
+Masks = Mapping[int, set[int]]  # the tokens that a grammar allows, by row
+NO_MASKS: Masks = {}
 
 
 def admit(sampler: Sampler, slot: int, sampling: Sampling, tokens: list[int], num_prompt: int) -> Admission:
@@ -43,17 +47,30 @@ def options_on_device(requests: list[Admission], positions: list[int]) -> tuple[
     return inputs.prepare(layout, np.arange(len(requests)))[1].options
 
 
+def mask_bits(*allowed: set[int], vocab_size: int = VOCAB) -> np.ndarray:
+    """Return a mask for each set of tokens, with ones beyond the vocabulary, which must not matter."""
+    flags = np.ones((len(allowed), -(-vocab_size // 32) * 32), dtype=bool)
+    flags[:, :vocab_size] = False
+    for row, tokens in enumerate(allowed):
+        flags[row, list(tokens)] = True
+    return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+
+
 def sample(
-    sampler: Sampler, logits: torch.Tensor, rows: list[Admission], positions: list[int], masks: RowMasks | None = None
+    sampler: Sampler, logits: torch.Tensor, rows: list[Admission], positions: list[int], masks: Masks = NO_MASKS
 ) -> Sampled:
     """Start and wait; return tokens [S], and log-probabilities and failures by row."""
-    sampled = sampler.start(logits, rows, np.array(positions), masks, options_on_device(rows, positions))
+    row_masks = None
+    if masks:
+        row_masks, logits = RowMasks(list(masks), mask_bits(*masks.values())), logits.clone()  # it is changed in place
+    options = options_on_device(rows, positions)
+    sampled = sampler.start(logits, rows, np.array(positions), row_masks, options)
     sampled.post(Outbox(logits.device))
     return sampled.tokens, *sampled.wait()[1:]
 
 
 def reference_logits(logits: np.ndarray, s: Sampling, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Edited logits of one row, [V] float64."""
+    """Return the edited logits of one row, [V] float64."""
     x = logits.astype(np.float64)
     if s.allowed_ids:
         x[[i for i in range(len(x)) if i not in s.allowed_ids]] = -np.inf
@@ -70,7 +87,7 @@ def reference_logits(logits: np.ndarray, s: Sampling, prompt: list[int], output:
 
 
 def reference_probabilities(x: np.ndarray, s: Sampling) -> np.ndarray:
-    """What a draw from edited logits chooses from, [V] float64; tokens tied with the last one kept are kept."""
+    """Return the distribution of a draw from edited logits, [V] float64; it keeps tokens tied with the last one kept."""
     p = np.exp((x - x.max()) / s.temperature)
     p[p < s.min_p] = 0
     if 0 < s.top_k < len(p):
@@ -83,7 +100,7 @@ def reference_probabilities(x: np.ndarray, s: Sampling) -> np.ndarray:
 
 
 def assert_is_drawn(token: int, p: np.ndarray, seed: int, position: int) -> None:
-    """The token is the one at fraction u of the cumulated probabilities; u itself may be off by float32's rounding."""
+    """Check that the token is at fraction u of the cumulated probabilities; u may be off by float32's rounding."""
     u = draw.uniforms(np.array([seed], np.uint64), np.array([position]))[0]
     upper = np.cumsum(p)
     assert p[token] > 0
@@ -91,10 +108,10 @@ def assert_is_drawn(token: int, p: np.ndarray, seed: int, position: int) -> None
 
 
 class Requests:
-    """A sampler and what the requests in its slots look like from outside."""
+    """A sampler, and the prompts and outputs of the requests in its slots."""
 
     def __init__(self, vocab: int = VOCAB, slots: int = SLOTS, ops: SamplingOps | None = None) -> None:
-        """With `ops`, the tokens need only be among those kept: where in the distribution they lie is not known."""
+        """With `ops`, a drawn token need only be one that the filters keep: the number that is drawn is not known."""
         self.sampler, self.has_ops = Sampler(vocab, slots, CPU, ops), ops is not None
         self.state: dict[int, tuple[Admission, list[int], list[int]]] = {}
 
@@ -102,20 +119,21 @@ class Requests:
         request = admit(self.sampler, slot, sampling, prompt + (output or []), len(prompt))
         self.state[slot] = request, prompt, [*(output or [])]
 
-    def sample(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
-        return sample(self.sampler, logits, [self.state[slot][0] for slot in slots], positions)
+    def sample(self, logits: torch.Tensor, slots: list[int], positions: list[int], masks: Masks = NO_MASKS) -> Sampled:
+        return sample(self.sampler, logits, [self.state[slot][0] for slot in slots], positions, masks)
 
-    def step(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
+    def step(self, logits: torch.Tensor, slots: list[int], masks: Masks = NO_MASKS) -> list[int]:
         """Sample one token per row, hold it against the reference, and append it to its request."""
         positions = [len(self.state[slot][1]) + len(self.state[slot][2]) for slot in slots]
         before = logits.clone()
-        tokens, _, errors = self.sample(logits, slots, positions)
+        tokens, _, errors = self.sample(logits, slots, positions, masks)
         assert not errors
         assert torch.equal(logits, before)
         for row, (slot, token) in enumerate(zip(slots, tokens.tolist(), strict=True)):
             request, prompt, output = self.state[slot]
             sampling = request.sampling
             x = reference_logits(logits[row].double().numpy(), sampling, prompt, output)
+            x[[i for i in range(len(x)) if row in masks and i not in masks[row]]] = -np.inf
             if sampling.temperature == 0:
                 assert x[token] >= x.max() - 1e-4
             else:
@@ -156,7 +174,7 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
 
 @pytest.mark.parametrize("ops", [None, sampling_twin], ids=["cpu", "as on a gpu"])
 def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> None:
-    rng = np.random.default_rng(5)
+    rng, mask_rng = np.random.default_rng(5), np.random.default_rng(6)
     requests = Requests(ops=ops)
     for _ in range(60):
         for slot in range(SLOTS):
@@ -165,32 +183,19 @@ def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> No
                 output = rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()  # as after a preemption
                 requests.admit(slot, random_sampling(rng), prompt, output)
         slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
-        requests.step(torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32)), slots)
-
-
-def test_a_request_gets_the_same_tokens_alone_and_in_different_batches() -> None:
-    rng = np.random.default_rng(11)
-    together, alone = Sampler(VOCAB, SLOTS, CPU), Sampler(VOCAB, SLOTS, CPU)
-    kinds = [Sampling(**options, seed=i) for i, options in enumerate(OPTIONS.values())]
-    for _ in range(100):
-        slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
-        logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
-        chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
-        tokens = [rng.integers(0, VOCAB, rng.integers(3, 60)).tolist() for _ in slots]
-        positions = [len(history) for history in tokens]
-        requests = [admit(together, *each, 3) for each in zip(slots, chosen, tokens, strict=True)]
-        expected = sample(together, logits, requests, positions)[0].tolist()
-        row = int(rng.integers(len(slots)))
-        single = admit(alone, 0, chosen[row], tokens[row], 3)
-        got, _, _ = sample(alone, logits[row : row + 1].clone(), [single], [positions[row]])
-        assert got.tolist() == [expected[row]]
+        logits = torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32))
+        # The options of no request forbid all tokens of these masks.
+        masks = {
+            row: {7, 11, 42, 400, 650, 695, *mask_rng.choice(VOCAB, 300).tolist()}
+            for row in range(len(slots))
+            if mask_rng.random() < 0.3
+        }
+        requests.step(logits, slots, masks)
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [pytest.param(49152, marks=pytest.mark.slow), 50257])
-def test_a_large_vocabulary_gives_bitwise_the_same_weights_alone_batched_and_with_any_number_of_threads(
-    vocab: int,
-) -> None:
+def test_a_large_vocabulary_has_the_same_bits_in_any_batch_and_on_any_threads(vocab: int) -> None:
     padded = -(-vocab // draw.BLOCK) * draw.BLOCK
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0)) * 2
     options = {
@@ -257,18 +262,18 @@ def test_a_token_of_weight_zero_is_never_drawn_not_even_at_the_ends() -> None:
     rng = np.random.default_rng(3)
     for _ in range(200):
         weights = torch.zeros(1, 4 * draw.BLOCK)
-        places = rng.integers(0, weights.shape[1], rng.integers(1, 6))
-        weights[0, places] = torch.from_numpy(rng.uniform(1e-3, 1, len(places)).astype(np.float32))
+        columns = rng.integers(0, weights.shape[1], rng.integers(1, 6))
+        weights[0, columns] = torch.from_numpy(rng.uniform(1e-3, 1, len(columns)).astype(np.float32))
         total = float(draw.cumulative(weights)[0, -1])
-        edges = (weights.double().cumsum(-1)[0, places] / total).tolist()
+        edges = (weights.double().cumsum(-1)[0, columns] / total).tolist()
         largest = 1 - 2.0**-52  # that `uniforms` gives
         us = [0.0, largest, *(min(u, largest) for u in edges)]
         drawn = [int(draw.draw(weights, torch.tensor([[u]], dtype=torch.float64))) for u in us]
-        assert set(drawn) <= set(places.tolist())
-        assert drawn[:2] == [places.min(), places.max()]
+        assert set(drawn) <= set(columns.tolist())
+        assert drawn[:2] == [columns.min(), columns.max()]
 
 
-def test_uniforms_are_even_and_unrelated_between_neighbouring_seeds_and_positions() -> None:
+def test_uniforms_are_even_and_unrelated_for_neighbouring_seeds_and_positions() -> None:
     seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300))
     u = draw.uniforms(seeds, positions)
     assert u.min() >= 0 and u.max() < 1
@@ -302,85 +307,87 @@ def test_a_row_with_every_token_banned_fails_alone(temperature: float) -> None:
     requests.admit(0, Sampling(temperature=temperature, banned_ids=everything), [0])
     requests.admit(1, Sampling(temperature=temperature, allowed_ids=(5,)), [0])
     requests.admit(2, Sampling(temperature=temperature, allowed_ids=(5, 6), stop_ids=(5, 6), min_tokens=1), [0])
-    tokens, _, errors = requests.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
-    assert errors == {0: NOTHING_LEFT, 2: NOTHING_LEFT}
-    assert tokens.tolist() == [0, 5, 0]
-    tokens, _, errors = requests.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
+    requests.admit(3, Sampling(temperature=temperature, banned_ids=(5,)), [0])
+    slots = [0, 1, 2, 3]
+    tokens, _, errors = requests.sample(torch.zeros(4, VOCAB), slots, [1] * 4, {1: {5}, 3: {5}})
+    assert errors == dict.fromkeys((0, 2, 3), NOTHING_LEFT)
+    assert tokens.tolist() == [0, 5, 0, 0]
+    _, _, errors = requests.sample(torch.zeros(4, VOCAB), slots, [1, 2, 2, 1], {3: {6}})
     assert errors == {0: NOTHING_LEFT}
 
 
-def test_bfloat16_logits_are_sampled_as_their_float32_values() -> None:
-    rng = torch.Generator().manual_seed(6)
-    logits = (torch.randn(SLOTS, VOCAB, generator=rng) * 3).bfloat16()
-    results = []
-    for values in (logits, logits.float()):
-        sampler, requests = Sampler(VOCAB, SLOTS, CPU), []
-        for slot in range(SLOTS):
-            sampling = Sampling(temperature=slot % 2, top_p=0.9, frequency_penalty=slot % 3, seed=slot, logprobs=3)
-            requests.append(admit(sampler, slot, sampling, [1, 2, 3], 1))
-        results.append(sample(sampler, values, requests, [3] * SLOTS))
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
-
-
-def assert_is_logprobs(found: TokenLogprobs, logits: np.ndarray, chosen: int, num: int) -> None:
+def assert_is_logprobs(logprobs: TokenLogprobs, logits: np.ndarray, chosen: int, num: int) -> None:
     x = logits.astype(np.float64)
     values = x - x.max() - np.log(np.exp(x - x.max()).sum())
     order = np.argsort(-x, kind="stable")[: len(x) if num < 0 else num]
-    assert found.ids[0] == chosen
-    np.testing.assert_allclose(found.values, values[list(found.ids)], atol=2e-5)
-    np.testing.assert_allclose(found.values[1:], values[order], atol=2e-5)
-    assert len(set(found.ids[1:])) == len(order)
-    assert found.rank == (x > x[chosen]).sum() + 1
+    assert logprobs.ids[0] == chosen
+    np.testing.assert_allclose(logprobs.values, values[list(logprobs.ids)], atol=2e-5)
+    np.testing.assert_allclose(logprobs.values[1:], values[order], atol=2e-5)
+    assert len(set(logprobs.ids[1:])) == len(order)
+    assert logprobs.rank == (x > x[chosen]).sum() + 1
 
 
 def test_logprobs_are_those_of_the_raw_distribution_whatever_was_done_to_it() -> None:
     requests = Requests()
-    wanted = [None, 0, 1, 20, -1, 20, None, 3]
-    for slot, num in enumerate(wanted):
+    numbers = [None, 0, 1, 20, -1, 20, None, 3]  # of log-probabilities, by slot
+    for slot, num in enumerate(numbers):
         options = list(OPTIONS.values())[3 * slot]
         requests.admit(slot, Sampling(**options, seed=slot, logprobs=num), [slot, 2])
     logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     slots = [5, 0, 3, 4, 1, 2, 7, 6]
-    tokens, logprobs, _ = requests.sample(logits, slots, [2] * SLOTS)
-    assert set(logprobs) == {row for row, slot in enumerate(slots) if wanted[slot] is not None}
-    for row, found in logprobs.items():
-        num = wanted[slots[row]]
+    tokens, logprobs, _ = requests.sample(logits, slots, [2] * SLOTS, {2: {650}, 3: {600, 690}})
+    assert tokens[2] == 650 and int(tokens[3]) in {600, 690}
+    assert set(logprobs) == {row for row, slot in enumerate(slots) if numbers[slot] is not None}
+    for row, got in logprobs.items():
+        num = numbers[slots[row]]
         assert num is not None
-        assert_is_logprobs(found, logits[row].numpy(), int(tokens[row]), num)
-        assert len(found.ids) == 1 + (VOCAB if num < 0 else num)
+        assert_is_logprobs(got, logits[row].numpy(), int(tokens[row]), num)
+        assert len(got.ids) == 1 + (VOCAB if num < 0 else num)
 
 
 def test_prompt_logprobs_follow_the_prompt() -> None:
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     prompt = torch.arange(9) * 70
     for num in (0, 5, -1):
-        for row, found in enumerate(prompt_logprobs(logits, prompt, num)):
-            assert_is_logprobs(found, logits[row].numpy(), int(prompt[row]), num)
+        for row, got in enumerate(prompt_logprobs(logits, prompt, num)):
+            assert_is_logprobs(got, logits[row].numpy(), int(prompt[row]), num)
     assert prompt_logprobs(logits[:0], prompt[:0], 5) == []
     logits[4, 4] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         prompt_logprobs(logits, prompt, 5)
+    ties = torch.tensor([[2.0, 1.0, 2.0, 0.0]]).expand(3, -1)  # tokens that tie for the first place have rank one
+    assert [got.rank for got in prompt_logprobs(ties, torch.tensor([0, 1, 2]), 0)] == [1, 3, 1]
 
 
-def test_tokens_that_tie_for_the_first_place_have_rank_one() -> None:
-    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0]])
-    assert [found.rank for found in prompt_logprobs(logits.expand(3, -1), torch.tensor([0, 1, 2]), 0)] == [1, 3, 1]
-
-
-def test_more_rows_than_fit_the_working_memory_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = torch.Generator().manual_seed(2)
-    logits = torch.randn(SLOTS, VOCAB, generator=rng)
+def test_sampling_in_parts_and_from_bfloat16_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working memory may have room for all rows, for some, or for one."""
+    logits = (torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
     results = []
-    for size in (1 << 22, 3 * 4 * 768, 1):
+    for values, size in ((logits.float(), 1 << 22), (logits, 1 << 22), (logits.float(), 3 * 4 * 768), (logits, 1)):
         monkeypatch.setitem(WORK_BYTES, "cpu", size)
         sampler, requests = Sampler(VOCAB, SLOTS, CPU), []
         for slot in range(SLOTS):
             sampling = msgspec.structs.replace(random_sampling(np.random.default_rng(slot)), logprobs=slot)
             requests.append(admit(sampler, slot, sampling, [1, 2, 3], 1))
-        results.append(sample(sampler, logits, requests, [3] * SLOTS))
+        results.append(sample(sampler, values, requests, [3] * SLOTS))
     for tokens, logprobs, errors in results[1:]:
         assert torch.equal(tokens, results[0][0]) and logprobs == results[0][1] and errors == results[0][2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 1000])
+def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = logits.clone()
+    masks = {4: set(range(0, vocab_size, 3)), 0: {vocab_size - 1}, 2: set[int]()}
+    RowMasks(list(masks), mask_bits(*masks.values(), vocab_size=vocab_size)).apply(logits, CpuSampling(vocab_size, 1))
+    for row, allowed in masks.items():
+        kept = torch.tensor([token in allowed for token in range(vocab_size)])
+        assert torch.equal(logits[row][kept], before[row][kept])
+        assert (logits[row][~kept] == -torch.inf).all()
+    assert torch.equal(logits[[1, 3]], before[[1, 3]])
 
 
 def test_plain_greedy_rows_make_no_copy_of_the_logits() -> None:
