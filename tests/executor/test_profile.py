@@ -2,6 +2,7 @@
 
 import itertools
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,6 @@ from penstock.executor.ranks import rank_builder, rank_settings, runner_factory
 from penstock.executor.ranks.rank_builder import RankBuilder
 from penstock.executor.sampling.edits import TokenCounts
 from penstock.executor.step.memory import (
-    GRAPHS_BYTES,
     GpuUse,
     KvPlan,
     allocate_kv,
@@ -28,186 +28,173 @@ from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.executor.test_inputs import on_device
-from tests.executor.test_sampler import admit
-from tests.support.refusals import hardest
+from tests.support.driver import Driver
+from tests.support.refusals import hardest_rows
 from tests.support.small_models import folder
 
 GIB = 1 << 30
-CPU = torch.device("cpu")
 
 
 class Meter:
     """A device of 80 GiB on which a step takes 2 beside the 16 that are allocated and the requests' 1; 50 are free."""
 
-    def __init__(self, *reserved: int) -> None:
-        self.said: list[str] = []
+    def __init__(self, *reserved: int, free: int = 50) -> None:
+        self.events: list[str] = []
         self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
+        self._free = free * GIB
 
     def allocated(self) -> int:
+        self.events.append("allocated")
         return next(self._allocated)
 
     def start_peak(self) -> None:
-        self.said.append("start")
+        self.events.append("start")
 
     def peak(self) -> int:
-        self.said.append("peak")
+        self.events.append("peak")
         return 19 * GIB
 
     def reserved(self) -> int:
         return next(self._reserved)
 
     def device(self) -> tuple[int, int]:
-        return 50 * GIB, 80 * GIB
+        return self._free, 80 * GIB
+
+
+Opener = Callable[..., tuple[UniprocExecutor, list[str]]]
+
+
+@pytest.fixture
+def open_metered(monkeypatch: pytest.MonkeyPatch) -> Opener:
+    """Return what opens a model as on a GPU with a meter; it returns the executor and the lines that it logged."""
+
+    def opened(meter: Meter, case: str = "qwen3", **options: Any) -> tuple[UniprocExecutor, list[str]]:
+        lines: list[str] = []
+        pretend_a_gpu(monkeypatch, Recorder)
+        monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
+        config = ExecutorConfig(model=str(folder(case)), dtype="float32", **options)
+        return UniprocExecutor(config, lines.append), lines
+
+    return opened
 
 
 def use(**fields: int) -> GpuUse:
-    given = {"allocated": 16, "activations": 3, "requests": 1, "graphs": 1, "context": 1, "free": 63, "total": 80}
-    return GpuUse(**{name: value * GIB for name, value in (given | fields).items()})
+    usual = {"allocated": 16, "activations": 3, "requests": 1, "graphs": 1, "context": 1, "free": 63, "total": 80}
+    return GpuUse(**{name: value * GIB for name, value in (usual | fields).items()})
 
 
-def test_the_cache_gets_what_this_process_leaves_of_its_share() -> None:
+def test_the_cache_gets_the_rest_of_the_share_as_far_as_it_is_free() -> None:
     assert use().left(0.9) == 72 * GIB - 22 * GIB
-    assert use().left(0.5) == 40 * GIB - 22 * GIB
+    # Another process came or went during the measurement: the share stays the same as long as there is room.
+    assert use(free=60).left(0.5) == use(free=30).left(0.5) == use().left(0.5) == 40 * GIB - 22 * GIB
+    assert use(free=20).left(0.9) == 15 * GIB
     assert use(allocated=60, free=19).left(0.5) == 0
 
 
-def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
-    # Another process came or went while we measured: the share stays the same as long as there is room.
-    assert use(free=60).left(0.5) == use(free=30).left(0.5)
-    assert use(free=20).left(0.9) == 15 * GIB
-
-
 def test_a_start_waits_for_a_process_that_ends_and_for_others_only_for_a_while() -> None:
-    said, slept = list[str](), list[float]()
+    lines, slept = list[str](), list[float]()
     ending = iter([use(free=10), use(free=10), use(free=63)])
-    assert wait_for_release(lambda: next(ending), 0.9, said.append, slept.append) == use(free=63)
-    assert len(slept) == 2 and len(said) == 1
-    assert "5.0 GiB are left for the KV cache instead of 50.0 GiB" in said[0] and "up to 20 s" in said[0]
+    assert wait_for_release(lambda: next(ending), 0.9, lines.append, slept.append) == use(free=63)
+    assert len(slept) == 2 and len(lines) == 1
+    assert "5.0 GiB are left for the KV cache instead of 50.0 GiB" in lines[0] and "up to 20 s" in lines[0]
     slept.clear()
-    assert wait_for_release(lambda: use(free=10), 0.9, said.append, slept.append) == use(free=10)
-    assert sum(slept) == 20.0 and len(said) == 2
-    assert wait_for_release(use, 0.9, said.append, slept.append) == use() and len(said) == 2
+    assert wait_for_release(lambda: use(free=10), 0.9, lines.append, slept.append) == use(free=10)
+    assert sum(slept) == 20.0 and len(lines) == 2
+    assert wait_for_release(use, 0.9, lines.append, slept.append) == use() and len(lines) == 2
 
 
-def test_a_cache_that_other_processes_make_small_is_named_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kv_bytes, is_said in ((None, True), (2**18, False)):
-        pretend_a_gpu(monkeypatch, Recorder)
-        meter = Meter()
-        monkeypatch.setattr(meter, "device", lambda: (30 * GIB, 80 * GIB))
-        monkeypatch.setattr(rank_settings, "CudaMeter", lambda _, meter=meter: meter)
-        monkeypatch.setattr(rank_builder, "wait_for_release", lambda measure, *_: measure())
-        lines: list[str] = []
-        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=kv_bytes, dtype="float32")
-        UniprocExecutor(config, lines.append)
-        assert any("24.0 GiB are left for the KV cache instead of 49.0 GiB" in line for line in lines) == is_said
+@pytest.mark.parametrize(("kv_bytes", "is_named"), [(None, True), (2**18, False)])
+def test_a_cache_that_other_processes_make_small_is_named_with_both_sizes(
+    kv_bytes: int | None, is_named: bool, open_metered: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_builder, "wait_for_release", lambda measure, *_: measure())
+    _, lines = open_metered(Meter(free=30), max_num_seqs=2, kv_cache_bytes=kv_bytes)
+    assert any("24.0 GiB are left for the KV cache instead of 49.0 GiB" in line for line in lines) == is_named
 
 
-@pytest.mark.parametrize("case", hardest(["qwen3", "deepseek-v2-lite", "opt"], "deepseek-v2-lite"))
-@pytest.mark.parametrize("num_tokens", [1, 40, 2048])
-def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the weights, before the cache, and with what the requests of all slots take left out."""
-    meter, forward = Meter(), ModelRunner.launch
+WITH_ADAPTERS = {"enable_lora": True, "enforce_eager": True}
+LARGEST: list[tuple[str, int, dict[str, Any]]] = [
+    (case, tokens, {}) for case in ("qwen3", "deepseek-v2-lite", "opt") for tokens in (1, 40, 2048)
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_tokens", "options"),
+    [*hardest_rows(LARGEST, LARGEST[3:6]), ("qwen3", 40, WITH_ADAPTERS)],
+)
+def test_the_largest_steps_are_run_and_measured(
+    case: str, num_tokens: int, options: dict[str, Any], open_metered: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run after the weights are loaded and before the cache exists. The requests of all slots do not count, and steps
+    with an adapter, which compute fused operations in parts, do."""
+    meter, launch = Meter(), ModelRunner.launch
     seen: list[tuple[int, int]] = []
+    with_adapter: list[int] = []  # tokens
+    planned: list[int] = []  # steps that had run at each plan
 
     def watched(self: ModelRunner, step: Step) -> LaunchedStep:
         if step.rows:
-            meter.said.append("step")
+            meter.events.append("step")
             seen.append((sum(row.count for row in step.rows), max(row.start + row.count for row in step.rows)))
-        return forward(self, step)
+            if all(admission.adapter is not None for admission in step.admissions):
+                with_adapter.append(seen[-1][0])
+        return launch(self, step)
 
-    pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
-    monkeypatch.setattr(ModelRunner, "launch", watched)
-    planned: list[int] = []  # steps that had run at each plan
-
-    def plan(*given: Any) -> KvPlan:
+    def plan(*arguments: Any) -> KvPlan:
         planned.append(len(seen))
-        return plan_kv(*given)
+        return plan_kv(*arguments)
 
+    monkeypatch.setattr(ModelRunner, "launch", watched)
     monkeypatch.setattr(rank_builder, "plan_kv", plan)
-    config = ExecutorConfig(
-        model=str(folder(case)), dtype="float32", max_num_batched_tokens=num_tokens, max_num_seqs=3, block_size=4
-    )
-    info = UniprocExecutor(config).info
-    steps = len(seen) - 1  # the last is run by itself: graphs will need as much memory
-    assert meter.said == ["start", *["step"] * steps, "peak", "start", "step", "peak"] and seen[-1][0] == min(
-        num_tokens, 3
-    )
+    limits = {"max_num_batched_tokens": num_tokens, "max_num_seqs": 3, "block_size": 4}
+    info = open_metered(meter, case, **limits, **options)[0].info
+    # Graphs will need as much memory as their largest step, which is run by itself at the end.
+    graphs = [] if "enforce_eager" in options else ["start", "step", "peak"]
+    steps = ["step"] * (len(seen) - len(graphs) // 3)
+    assert meter.events == ["allocated", "allocated", "start", *steps, "peak", *graphs]
+    assert not graphs or seen[-1][0] == min(num_tokens, 3)
     assert planned == [0, len(seen)]  # first, how long a request may be; then what it is
     assert max(tokens for tokens, _ in seen) == min(num_tokens, 3 * 256)
     # A long chunk expands latents, most of them at the end of the longest request.
     assert (min(num_tokens, 256), 256) in seen
     assert (info.memory["activations"], info.memory["requests"]) == (2 * GIB, GIB)
+    assert (num_tokens in with_adapter) == ("enable_lora" in options)
 
 
-def test_the_largest_step_with_an_adapter_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with an adapter compute fused operations in parts, which takes other memory."""
-    meter, forward = Meter(), ModelRunner.launch
-
-    def watched(self: ModelRunner, step: Step) -> LaunchedStep:
-        if step.rows and all(admission.adapter is not None for admission in step.admissions):
-            meter.said.append(f"{sum(row.count for row in step.rows)} tokens")
-        return forward(self, step)
-
-    pretend_a_gpu(monkeypatch, Recorder)
-    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
-    monkeypatch.setattr(ModelRunner, "launch", watched)
-    limits: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 3, "enforce_eager": True}
-    UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), dtype="float32", enable_lora=True, **limits))
-    assert meter.said[0] == "start" and meter.said[-1] == "peak"
-    assert "40 tokens" in meter.said
-
-
-def test_counts_for_penalties_are_planned_for_and_allocated_for_the_first_request_that_has_some(
-    monkeypatch: pytest.MonkeyPatch,
+def test_counts_for_penalties_are_planned_and_allocated_once_a_request_has_some(
+    open_metered: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_a_gpu(monkeypatch, Recorder)
-    meter, allocate, measure = Meter(), TokenCounts.allocate, Meter.allocated
+    meter, allocate = Meter(), TokenCounts.allocate
 
     def recorded(counts: TokenCounts) -> None:
-        meter.said.append("counts")
+        meter.events.append("counts")
         allocate(counts)
 
-    def measured(meter: Meter) -> int:
-        meter.said.append("measured")
-        return measure(meter)
-
-    monkeypatch.setattr(Meter, "allocated", measured)
     monkeypatch.setattr(TokenCounts, "allocate", recorded)
-    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: meter)
-    config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", max_num_seqs=3, enforce_eager=True)
-    executor = UniprocExecutor(config)
-    assert meter.said[:3] == ["measured", "counts", "measured"]
-    sampler = executor._rank.runner._sampler
-    assert sampler is not None
-    for sampling, num_slots in ((Sampling(), 0), (Sampling(frequency_penalty=0.5), 3)):
-        admit(sampler, 1, sampling, [0, 1, 2, 3], 4)
-        assert sampler._seen.counts.shape == (num_slots, 160)
+    executor, _ = open_metered(meter, max_num_seqs=3, enforce_eager=True)
+    assert meter.events[:3] == ["allocated", "counts", "allocated"]
+    meter.events.clear()
+    driver = Driver(executor)
+    driver.advance(driver.admit([0, 1, 2, 3]))
+    assert meter.events == []
+    driver.advance(driver.admit([0, 1, 2, 3], Sampling(frequency_penalty=0.5)))
+    assert meter.events == ["counts"]
 
 
-def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_gpu(monkeypatch, Recorder)
-    for enforce_eager in (False, True):
-        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
-        assert (UniprocExecutor(config)._rank.runner_factory.graph_bytes == GRAPHS_BYTES) == (not enforce_eager)
+@pytest.mark.parametrize(("graph_bytes", "is_warned"), [(3 * GIB, False), (4 * GIB, True)])
+def test_graphs_that_take_more_memory_than_was_set_aside_are_warned_of(
+    graph_bytes: int, is_warned: bool, open_metered: Opener
+) -> None:
+    executor, lines = open_metered(Meter(5 * GIB, 5 * GIB + graph_bytes), max_num_seqs=2, kv_cache_bytes=2**18)
+    assert executor.info.memory["graphs"] == graph_bytes
+    assert any(f"they take {graph_bytes >> 20:,} MiB" in line for line in lines)
+    assert any("more than the 3,072 MiB set aside" in line for line in lines) == is_warned
 
 
-def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for taken, is_warned in ((3 * GIB, False), (4 * GIB, True)):
-        pretend_a_gpu(monkeypatch, Recorder)
-        meter = Meter(5 * GIB, 5 * GIB + taken)
-        monkeypatch.setattr(rank_settings, "CudaMeter", lambda _, meter=meter: meter)
-        lines: list[str] = []
-        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
-        info = UniprocExecutor(config, lines.append).info
-        assert info.memory["graphs"] == taken
-        assert any(f"they take {taken >> 20:,} MiB" in line for line in lines)
-        assert any("more than the 3,072 MiB set aside" in line for line in lines) == is_warned
-
-
-def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_follows_the_measurement_and_the_table_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExecutorConfig(model=str(folder("qwen3")), gpu_memory_utilization=0.9)
     assert plan_kv(config, GIB, 10**9, RankGroup(), use()).num_blocks == 50
+    assert plan_kv(ExecutorConfig(kv_cache_bytes=2 * GIB), GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
     assert use().table(15 * GIB, 7) == {
         "tables": GIB,
         "requests": GIB,
@@ -225,12 +212,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
     assert list(info.memory)[:3] == ["weights", "KV cache", "tables"] and info.memory["requests"] == 7
 
 
-def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
-    given = ExecutorConfig(kv_cache_bytes=2 * GIB)
-    assert plan_kv(given, GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
-
-
-def test_a_cache_larger_than_the_free_memory_is_refused_before_the_weights_are_read(
+def test_a_cache_above_the_free_memory_is_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_builder, "load_model", Mock(side_effect=AssertionError("the weights are read")))
@@ -283,6 +265,6 @@ def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest
 
 
 def test_tables_that_kernels_cannot_count_are_refused_by_the_options_to_lower() -> None:
-    said = "max_num_seqs: the tables of 2048 requests of up to 1048576 tokens .* lower max_num_seqs or max_model_len"
-    with pytest.raises(ExecutorError, match=said):
+    message = "max_num_seqs: the tables of 2048 requests of up to 1048576 tokens .* lower max_num_seqs or max_model_len"
+    with pytest.raises(ExecutorError, match=message):
         DeviceState(2048, 1048577, 65536, 16, torch.device("cpu"))
