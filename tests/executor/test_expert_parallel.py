@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.moe import ExpertCounter, SlotTable
-from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
+from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate, WeightsError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor import test_eight_bits
 from tests.support.checkpoints import config_of, executor_of, prompts, running
@@ -22,7 +22,7 @@ from tests.support.small_models import folder, greedy
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_moving_experts_at_every_step_changes_no_token() -> None:
+def test_moving_experts_at_every_step_changes_no_token_and_keeps_the_weights() -> None:
     """The load of a few tokens jumps about, and every plan that is a little better is carried out."""
     given = prompts(4, seed=3)
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
@@ -33,6 +33,14 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
         sequences = [driver.admit(prompt) for prompt in given]
         while waiting := [s for s in sequences if len(s.output) < 40]:
             update = driver.advance(*waiting, chunk=9).experts or update
+        refused = "weights cannot be replaced with enable_eplb, which moves experts between ranks"
+        with pytest.raises(WeightsError, match=refused):
+            executor.update_weights(str(folder("deepseek-v3")))
+        with pytest.raises(WeightsError, match=refused):  # it could never wake up from this level
+            executor.sleep(2)
+        executor.sleep(1)
+        executor.wake(["kv_cache"])
+        assert Driver(executor).one_by_one(5, given[:1]) == [greedy("deepseek-v3", given[0], 5)[0]]
     assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
     assert update.num_rebalances >= 2 and update.num_moved > 0 and update.moved_bytes > 0 and update.num_aborted == 0
     for shares, count in ((update.rank_load, 2), (update.expert_load, 8)):
@@ -41,22 +49,12 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
-    options: dict[str, Any] = {
-        "enable_expert_parallel": True,
-        "enable_eplb": True,
-        "eplb_config": {"window": 4, "interval": 2, "target": 1.0, "redundant_experts": 2},
-    }
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    options["eplb_config"] = {"window": 4, "interval": 2, "target": 1.0, "redundant_experts": 2}
+    options |= {"kv_cache_bytes": 2**22, "max_num_seqs": 4, "dtype": "float32"}
     greedy_20 = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompt = prompts(1, seed=4)[0]
-    with LLM(
-        str(folder("mixtral")),
-        skip_tokenizer=True,
-        tensor_parallel_size=2,
-        kv_cache_bytes=2**22,
-        max_num_seqs=4,
-        dtype="float32",
-        **options,
-    ) as llm:
+    with LLM(str(folder("mixtral")), skip_tokenizer=True, **options) as llm:
         (answer,) = llm.generate([prompt], greedy_20, use_tqdm=False)
         metrics = llm.get_metrics()
     assert answer.outputs[0].token_ids == greedy("mixtral", prompt, 20)[0]
@@ -65,19 +63,19 @@ def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "options", "said"),
+    ("case", "options", "message"),
     [
         ("llama", {"enable_expert_parallel": True}, "enable_expert_parallel: given, but the model has no experts"),
         ("mixtral", {"enable_eplb": True}, "enable_eplb requires enable_expert_parallel and several ranks"),
     ],
 )
-def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ExecutorError, match=said):
+def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExecutorError, match=message):
         executor_of(case, **options)
 
 
 def left_behind(thing: object, moved: set[int], where: str, seen: set[int]) -> list[str]:
-    """Tensors of an expert that are not among those it names, and so would not move with it."""
+    """Return the tensors of an expert that are not among the moved ones, and so would stay behind."""
     if isinstance(thing, torch.Tensor):
         return [] if id(thing) in moved else [where]
     if isinstance(thing, list | tuple):
@@ -85,9 +83,8 @@ def left_behind(thing: object, moved: set[int], where: str, seen: set[int]) -> l
     elif id(thing) in seen or not type(thing).__module__.startswith("penstock."):
         return []
     seen.add(id(thing))
-    return [
-        found for name, value in vars(thing).items() for found in left_behind(value, moved, f"{where}.{name}", seen)
-    ]
+    parts = vars(thing).items()
+    return [each for name, value in parts for each in left_behind(value, moved, f"{where}.{name}", seen)]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +103,8 @@ def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkey
             assert left_behind(expert, {id(tensor) for tensor in expert.tensors()}, "expert", set()) == []
 
 
-def test_the_table_of_slots_is_the_numpy_rule_and_follows_another_plan_in_the_same_memory() -> None:
-    """However many copies an expert has in it."""
+def test_the_table_of_slots_is_the_numpy_rule_for_each_plan_in_one_memory() -> None:
+    """An expert has any number of copies in a plan."""
     ids = torch.randint(0, 12, (500, 3))
     rng = np.random.default_rng(6)
     placed = plan(rng.zipf(1.5, (2, 12)).astype(float), 20, 4)

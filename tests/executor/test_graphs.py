@@ -12,26 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.executor.kernels import lora
-from penstock.executor.kernels.lora import LoraSlots
-from penstock.executor.models import load
-from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.protocol import ExecutorError, Row, Sampling
 from penstock.executor.ranks import rank_settings, runner_factory
 from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.step import graphs
-from penstock.executor.step.graphs import StepGraphs, choose_buckets
+from penstock.executor.step.graphs import choose_buckets
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
-from tests.support.adapters import Adapter
+from tests.support.adapters import Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
 from tests.support.refusals import cases, hardest
 from tests.support.small_models import greedy
-from tests.support.twins import lora as lora_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins import torch_ops
 
@@ -40,22 +35,24 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 
 
 
 class Recorded:
-    """Stands for a graph: it has addresses, and writes there when it is replayed."""
+    """Stands for a graph: its results have addresses, and a replay writes there."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call, self.num_replays = call, -1  # the first is the capture's own
-        self.made = call()
-        for tensor in tensors(self.made):
+        self.results = call()
+        for tensor in tensors(self.results):
             tensor.fill_(-1 if not tensor.is_floating_point() else float("nan"))
 
     def replay(self) -> None:
         self.num_replays += 1
-        for place, value in zip(tensors(self.made), tensors(self._call()), strict=True):
-            place.copy_(value)
+        for target, value in zip(tensors(self.results), tensors(self._call()), strict=True):
+            target.copy_(value)
 
 
-def tensors(made: Any) -> list[torch.Tensor]:
-    return [made] if isinstance(made, torch.Tensor) else [tensor for part in made for tensor in tensors(part)]
+def tensors(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [tensor for part in results for tensor in tensors(part)]
 
 
 class Recorder:
@@ -64,30 +61,22 @@ class Recorder:
 
     def capture(self, call: Callable[[], Any]) -> tuple[Recorded, Any]:
         self.graphs.append(Recorded(call))
-        return self.graphs[-1], self.graphs[-1].made
+        return self.graphs[-1], self.graphs[-1].results
 
 
-class Meter:
-    """Measures a device of 80 GiB on which nothing takes any memory."""
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def allocated(self) -> int:
-        return 0
-
-    start_peak = peak = reserved = allocated
-
-    def device(self) -> tuple[int, int]:
-        return 80 << 30, 80 << 30
+# Measures a device of 80 GiB on which nothing takes any memory.
+FREE_GPU = SimpleNamespace(
+    **dict.fromkeys(("allocated", "start_peak", "peak", "reserved"), lambda: 0), device=lambda: (80 << 30, 80 << 30)
+)
 
 
 def pretend_a_gpu(
     monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recorder], chunks: tuple[int, ...] = ()
 ) -> None:
-    """Whatever a rank opens from now on goes the ways that it would there. `chunks`: tokens of the graphs with prompts."""
+    """Let ranks that are opened from now on run as on a GPU. `chunks`: tokens of the graphs with prompts."""
     monkeypatch.setattr(runner_factory, "CHUNK_BUCKETS", chunks)
     monkeypatch.setattr(RankSettings, "is_on_gpu", True)
-    monkeypatch.setattr(rank_settings, "CudaMeter", Meter)
+    monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: FREE_GPU)
     monkeypatch.setattr(runner_factory, "open_inputs", on_device)
     monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling_twin)
     monkeypatch.setattr(runner_factory, "CudaGraphs", open_pool)
@@ -102,7 +91,7 @@ def open_small(
     chunks: tuple[int, ...] = (),
     **options: Any,
 ) -> UniprocExecutor:
-    """A model with its inputs made "on the device", and with graphs if there is something to record them."""
+    """Open a model with its inputs made "on the device", and with graphs if there is a recorder for them."""
     pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"), chunks)
     return executor_of(case, **SMALL, enforce_eager=recorder is None, **options)
 
@@ -181,26 +170,19 @@ def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
     """Prompts and single tokens, beside rows without an adapter; three adapters take turns in two slots."""
-
-    class Store(AdapterStore):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self._weights = LoraSlots(self._shapes, 2, 8, torch.float32, torch.device("cpu"))
-
     recorder, options = Recorder(), {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     if device == "cuda":
         executor = executor_of("qwen3", **SMALL, device=device, **options)
     else:
         compute_with(monkeypatch, torch_ops)
-        monkeypatch.setattr(load, "AdapterStore", Store)
-        monkeypatch.setattr(lora, "_load_kernel", lambda: lora_twin.add_lora)
+        keep_in_slots(monkeypatch)
         executor = open_small(monkeypatch, "qwen3", recorder, (4, 24), **options)
     adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
     keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
     for number, (first, second) in enumerate(((0, 1), (2, 0)), 1):
         driver = Driver(executor)
-        asked = [driver.admit(PROMPTS[0], adapter=keys[first]), driver.admit(PROMPTS[1], adapter=keys[second])]
-        got = driver.generate(*asked, driver.admit(PROMPTS[2]), count=6, chunk=9)
+        adapted = [driver.admit(PROMPTS[0], adapter=keys[first]), driver.admit(PROMPTS[1], adapter=keys[second])]
+        got = driver.generate(*adapted, driver.admit(PROMPTS[2]), count=6, chunk=9)
         expected = [adapters[first].tokens(PROMPTS[0], 6), adapters[second].tokens(PROMPTS[1], 6)]
         assert got == [*expected, greedy("qwen3", PROMPTS[2], 6)[0]]
         # Without adapters and with them: 24 tokens, 4 tokens, then forward pass and draw of 6, 4, 2 and 1 rows.
@@ -224,18 +206,18 @@ def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatc
     assert not any(graph.num_replays for graph in recorder.graphs[:2])
 
 
-def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come and go, so that buckets change; some want what graphs do not do."""
+def test_requests_with_any_options_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go, so that buckets change; some have options that graphs do not compute."""
 
     def run(recorder: Recorder | None) -> list[Any]:
         driver = Driver(open_small(monkeypatch, recorder=recorder))
         samplings = cases(__file__, "samplings in graphs", Sampling=Sampling)
-        found: list[Any] = []
+        seen: list[Any] = []
 
         def advance(sequences: list[Sequence], masks: dict[int, set[int]] | None = None) -> None:
             result = driver.advance(*sequences, masks=masks)
             ids = [{row: (value.ids, value.rank) for row, value in result.logprobs.items()}]
-            found.append((result.tokens, ids, result.errors))
+            seen.append((result.tokens, ids, result.errors))
 
         sequences = [driver.admit([n, 2 * n, 7], sampling) for n, sampling in enumerate(samplings)]
         plain, all_six = sequences[:3], sequences
@@ -243,13 +225,11 @@ def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: py
             advance(several)
         advance(plain, {1: {17, 18}})
         advance(plain)
-        late = Sequence(
-            5, [1, 2, 3], 3, sampling=Sampling(temperature=0.5, seed=9)
-        )  # its slot's last request has ended
-        driver._announce(late)
+        late = Sequence(5, [1, 2, 3], 3, sampling=Sampling(temperature=0.5, seed=9))
+        driver.readmit(late)  # into a slot whose last request has ended
         for _ in range(4):
             advance([*plain, late])
-        return found
+        return seen
 
     recorder = Recorder()
     with_graphs = run(recorder)
@@ -264,19 +244,18 @@ def test_drafts_are_rows_of_graphs_like_any_other(monkeypatch: pytest.MonkeyPatc
     sequences = [driver.admit(prompt) for prompt in PROMPTS]
     driver.advance(*sequences)
     for _ in range(4):
-        known = [len(sequence.output) for sequence in sequences]
-        given = {1: expected[1][known[1] : known[1] + 2], 2: [159 - expected[2][known[2]]]}  # right, and wrong
-        assert driver.advance_with_drafts(given, *sequences) == [1, 3, 1]
-    assert [s.output for s in sequences] == [
-        tokens[: len(s.output)] for s, tokens in zip(sequences, expected, strict=True)
-    ]
+        _, second, third = (len(sequence.output) for sequence in sequences)
+        drafts = {1: expected[1][second : second + 2], 2: [159 - expected[2][third]]}  # right, and wrong
+        assert driver.advance_with_drafts(drafts, *sequences) == [1, 3, 1]
+    for sequence, tokens in zip(sequences, expected, strict=True):
+        assert sequence.output == tokens[: len(sequence.output)]
     assert [graph.num_replays for graph in recorder.graphs] == [4, 4, 0, 0, 0, 0, 0, 0]  # six rows each
 
 
 def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     driver = Driver(open_small(monkeypatch, recorder=recorder))
-    rows = [len(tensors(graph.made)[0]) for graph in recorder.graphs]
+    rows = [len(tensors(graph.results)[0]) for graph in recorder.graphs]
     assert rows == [6, 6, 4, 4, 2, 2, 1, 1]  # hidden states, and tokens
     sequences = [driver.admit(prompt) for prompt in PROMPTS]
     driver.advance(*sequences)  # prompts
@@ -287,21 +266,19 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
     assert [graph.num_replays for graph in recorder.graphs] == [0, 0, 3, 2, 1, 1, 1, 1]
 
 
-def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = object.__new__(StepGraphs)
-    taken._decode, taken._prompts = [PaddedSize(1, 1, False), PaddedSize(2, 2, False)], []
-    taken._inputs = SimpleNamespace(has_states=False)  # type: ignore[assignment]
-    one, two = Row(0, 3, 1, True), Row(1, 3, 1, True)
-    assert taken.size_for(Layout([one, two])) == PaddedSize(2, 2, False)
-    drafted = Layout([Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)])
-    assert taken.size_for(drafted)
-    taken._inputs = SimpleNamespace(has_states=True)  # type: ignore[assignment]
-    assert taken.size_for(Layout([one, two])) and not taken.size_for(drafted), (
-        "a state goes through one row after the other"
-    )
-    assert taken.size_for(Layout([one, Row(1, 3, 2, True)])) is None
-    assert taken.size_for(Layout([one, Row(1, 3, 1, False)])) is None
-    assert taken.size_for(Layout([one, two, Row(2, 3, 1, True)])) is None
+@pytest.mark.parametrize(("case", "takes_drafts"), [("qwen3", True), ("lfm2", False)])
+def test_graphs_take_only_steps_of_single_tokens_that_all_sample(
+    case: str, takes_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent state goes through one row after the other, so that drafts cannot be rows of a graph."""
+    graphs = open_small(monkeypatch, case, Recorder())._runner._graphs
+    assert graphs is not None
+    several = [Row(slot, 3, 1, True) for slot in range(7)]
+    drafted = [Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)]
+    assert graphs.size_for(Layout(several[:3])) == PaddedSize(4, 4, False)
+    assert (graphs.size_for(Layout(drafted)) is not None) == takes_drafts
+    for rows in ([several[0], Row(1, 3, 2, True)], [several[0], Row(1, 3, 1, False)], several):
+        assert graphs.size_for(Layout(rows)) is None
 
 
 def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""Other weights under a running executor: as if it had been started with them, whatever the family; or refused by name."""
+"""New weights in a running executor: it is as if it had been started with them, or they are refused by name."""
 
 import contextlib
-import dataclasses
 import gc
 import mmap
 import os
@@ -16,12 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels.cpu_layers import join_layers
 from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
@@ -31,14 +28,13 @@ from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.adapters import EVERYWHERE, Adapter
+from tests.support.adapters import EVERYWHERE, Adapter, keep_in_slots
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.programs import open_files
 from tests.support.refusals import hardest_rows, table
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
-from tests.support.twins.lora import add_lora
 
 COUNT = 8
 UP, NORM = "model.layers.{}.mlp.up_proj.weight", "model.norm.weight"
@@ -60,14 +56,10 @@ def saved(case: str, tensors: Tensors, path: Path) -> Path:
     return path
 
 
-def said(executor: Any) -> list[list[int]]:
+def answers(executor: Any) -> list[list[int]]:
     driver = Driver(executor)
-    driver._step_id = next(_STEPS)
-    given = [[token % executor.info.vocab_size for token in prompt] for prompt in prompts(2, seed=5)]
-    return driver.generate(*map(driver.admit, given), count=COUNT, chunk=7)
-
-
-_STEPS = iter(range(0, 10**9, 1000))
+    tokens = [[token % executor.info.vocab_size for token in prompt] for prompt in prompts(2, seed=5)]
+    return driver.generate(*map(driver.admit, tokens), count=COUNT, chunk=7)
 
 
 # Fused tensors, packed experts, latents, states; then the others.
@@ -83,34 +75,34 @@ def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, d
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")
     fresh = executor_of(path, dtype=dtype)
-    expected, executor = said(fresh), executor_of(folder(case), dtype=dtype)
-    first, before = said(executor), executor.info.fingerprint
+    expected, executor = answers(fresh), executor_of(folder(case), dtype=dtype)
+    first, before = answers(executor), executor.info.fingerprint
     executor.update_weights(str(path))
-    assert executor.info == fresh.info and said(executor) == expected
+    assert executor.info == fresh.info and answers(executor) == expected
     with SharedTensors(named(case)) as shared:
         executor.update_weights(shared.path)
-    assert executor.info.fingerprint == before and said(executor) == first
+    assert executor.info.fingerprint == before and answers(executor) == first
     with SharedTensors(other) as shared:
         executor.update_weights(shared.path)
     assert "penstock weights" not in Path("/proc/self/maps").read_text()
-    assert executor.info == fresh.info and said(executor) == expected
+    assert executor.info == fresh.info and answers(executor) == expected
 
 
 @pytest.fixture(scope="module")
 def served() -> tuple[UniprocExecutor, list[list[int]]]:
-    """An executor, and what it says."""
+    """Return an executor and its answers."""
     executor = executor_of(folder("llama"))
-    return executor, said(executor)
+    return executor, answers(executor)
 
 
-# A tensor, the place in it (everywhere: None), the new value (None removes the tensor), and the refusal.
+# A case, a tensor, an index into it (None: all of it), the new value (None removes the tensor), and the refusal.
 @pytest.mark.parametrize(
-    ("what", "name", "place", "value", "message"), table(__file__, "weights", torch=torch, UP=UP, NORM=NORM)
+    ("case", "name", "index", "value", "message"), table(__file__, "weights", torch=torch, UP=UP, NORM=NORM)
 )
 def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
-    what: str,
+    case: str,
     name: str,
-    place: Any,
+    index: Any,
     value: Any,
     message: str,
     served: tuple[UniprocExecutor, list[list[int]]],
@@ -120,15 +112,15 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
     info = executor.info
     if value is None:
         del tensors[name]
-    elif place is None:
+    elif index is None:
         tensors[name] = value
     else:
-        tensors[name][place] = value
+        tensors[name][index] = value
     before = open_files()
     path = saved("llama", tensors, tmp_path / "other")
     sources = [str(path), str(path / "model.safetensors")]
     with contextlib.ExitStack() as stack:
-        if what == "dtype":
+        if case == "dtype":
             with pytest.raises(WeightsError, match=r"tensor 'model.norm.weight' is of int64; one of float32"):
                 SharedTensors(tensors)
         else:
@@ -136,12 +128,12 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
         for source in sources:
             with pytest.raises(WeightsError, match=message):
                 executor.update_weights(source)
-            assert executor.info == info and said(executor) == expected
+            assert executor.info == info and answers(executor) == expected
     gc.collect()
     assert not open_files() - before
 
 
-def test_another_model_a_file_cut_short_and_open_memory_are_refused(
+def test_a_source_that_is_no_sealed_and_whole_file_of_this_model_is_refused(
     served: tuple[UniprocExecutor, list[list[int]]], tmp_path: Path
 ) -> None:
     executor, expected = served
@@ -152,47 +144,46 @@ def test_another_model_a_file_cut_short_and_open_memory_are_refused(
     for fd in unsealed:
         os.write(fd, whole.read_bytes())
     with SharedTensors(named("llama")) as shared:
-        gone = shared.path
+        closed = shared.path
     for source, message in (
         (str(folder("qwen3")), "another model: its architecture is Qwen3ForCausalLM"),
         (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
         (str(cut), "cut.safetensors: not a whole safetensors file"),
         *((f"/proc/self/fd/{fd}", "shared memory that is not sealed") for fd in unsealed),
-        (gone, "neither a folder with weights nor a file"),
+        (closed, "neither a folder with weights nor a file"),
         (str(tmp_path / "nowhere"), "neither a folder with weights nor a file"),
         (str(tmp_path), "config.json: No such file"),
     ):
         with pytest.raises(WeightsError, match=message):
             executor.update_weights(source)
-        assert said(executor) == expected
+        assert answers(executor) == expected
     for fd in unsealed:
         os.close(fd)
-    executor.update_weights(str(whole))  # a file of tensors will do
+    executor.update_weights(str(whole))
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
-def test_a_file_of_tensors_on_a_tmpfs_will_do() -> None:
+def test_a_file_of_tensors_may_lie_on_a_tmpfs() -> None:
     executor = executor_of(folder("llama"))
     with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".safetensors") as file:
         save_file(changed(named("llama")), file.name)
         executor.update_weights(file.name)
-    assert said(executor) != said(executor_of(folder("llama")))
+    assert answers(executor) != answers(executor_of(folder("llama")))
 
 
 Bits = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
 def bits(executor: Any, keys: list[str]) -> list[Bits]:
-    """The log-probabilities of the whole vocabulary, of requests with each of the adapters and with none side by side."""
+    """Return the log-probabilities of the vocabulary for requests with each adapter and with none, side by side."""
     driver = Driver(executor)
-    driver._step_id = next(_STEPS)
     everything = Sampling(temperature=0.0, logprobs=-1)
     prompt = [token % executor.info.vocab_size for token in prompts(1, seed=5)[0]]
     rows = [driver.admit(prompt, everything, adapter=key) for key in (*keys, None)]
     seen: list[Bits] = [[] for _ in rows]
     while len(rows[0].output) < COUNT:
-        for index, found in driver.advance(*rows, chunk=7).logprobs.items():
-            seen[index].append((found.ids, found.values))
+        for index, logprobs in driver.advance(*rows, chunk=7).logprobs.items():
+            seen[index].append((logprobs.ids, logprobs.values))
     return seen
 
 
@@ -201,36 +192,24 @@ def adapters_of(case: str, path: Path) -> list[str]:
     return [str(Adapter(case, path / f"adapter {seed}", seed, targets, rank=2 + seed).path) for seed in range(3)]
 
 
-def on_places(executor: UniprocExecutor) -> UniprocExecutor:
-    """Keep adapters as on a GPU: copied to few places of one size, layer by layer."""
-    rank, device = executor._rank, torch.device("cpu")
-    with mock.patch("penstock.executor.kernels.lora._load_kernel", lambda: add_lora):
-        sizes = rank.settings.config.max_loras, rank.settings.config.max_lora_rank
-        rank.adapters._weights = LoraSlots(rank.adapters._shapes, *sizes, rank.loaded.dtype, device)
-    return executor
-
-
 MODELS = [("llama-wide", "bfloat16"), ("qwen3-moe", "float32"), ("phi3", "float32"), ("qwen3.5", "float32")]
-PLACES = [(*model, has_places) for model in MODELS for has_places in (False, True)]
+IN_SLOTS = [(*model, has_slots) for model in MODELS for has_slots in (False, True)]
 
 
-@pytest.mark.parametrize(("case", "dtype", "has_places"), hardest_rows(PLACES, [PLACES[0], PLACES[3]]))
+@pytest.mark.parametrize(("case", "dtype", "has_slots"), hardest_rows(IN_SLOTS, [IN_SLOTS[0], IN_SLOTS[3]]))
 def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
-    case: str, dtype: str, has_places: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, dtype: str, has_slots: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "penstock.executor.models.decoder.join_layers", (lambda *_: None) if has_places else join_layers
-    )
+    if has_slots:
+        keep_in_slots(monkeypatch)
     other, paths = changed(named(case)), adapters_of(case, tmp_path)
-    path, place = saved(case, other, tmp_path / "other"), on_places if has_places else lambda executor: executor
+    path = saved(case, other, tmp_path / "other")
     options: dict[str, Any] = {"dtype": dtype, "enable_lora": True, "max_loras": 2}
-    executor, fresh = (place(executor_of(model, **options)) for model in (folder(case), path))
-    keys = [executor.load_adapter(adapter).key for adapter in paths[:2]]
+    executor, fresh = (executor_of(model, **options) for model in (folder(case), path))
+    *keys, third = [fresh.load_adapter(adapter).key for adapter in paths]
+    assert keys == [executor.load_adapter(adapter).key for adapter in paths[:2]]
     first, held = bits(executor, keys), executor._rank.adapters._weights
-    assert [fresh.load_adapter(adapter).key for adapter in paths] == [
-        *keys,
-        (third := fresh.load_adapter(paths[2]).key),
-    ]
+    assert isinstance(held, LoraSlots) == has_slots
     expected = bits(fresh, keys)
     assert all(ours != theirs for ours, theirs in zip(first, expected, strict=True))
     executor.update_weights(str(path))
@@ -254,40 +233,25 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
     assert executor.load_adapter(paths[0]).key == keys[0] and bits(executor, keys) == first
 
 
-def test_weights_do_not_change_beneath_experts_that_move() -> None:
-    executor = executor_of(folder("mixtral"))
-    settings = executor._rank.settings
-    config = msgspec.structs.replace(settings.config, enable_eplb=True)
-    executor._rank.settings = dataclasses.replace(settings, config=config)
-    refused = "weights cannot be replaced with enable_eplb, which moves experts between ranks"
-    with pytest.raises(WeightsError, match=refused):
-        executor.update_weights(str(folder("mixtral")))
-    with pytest.raises(WeightsError, match=refused):  # from which it could never wake
-        executor.sleep(2)
-    first = said(executor)
-    executor.sleep(1)
-    executor.wake(["kv_cache"])
-    assert said(executor) == first
-
-
 def test_a_model_of_codes_takes_numbers_and_goes_back() -> None:
     """Codes are joined, cut and repacked in their own way; each version has the layers that it would have from a start."""
     file, _ = stored("gguf/mixed")
     executor = executor_of(file, dtype="auto")
-    first, info = said(executor), executor.info
-    checkpoint = GgufCheckpoint(file)
-    numbers: Tensors = {}
-    for name in checkpoint.names():
-        held = checkpoint.read(name)
-        numbers[name] = held if isinstance(held, torch.Tensor) else held.dequantize(torch.device("cpu"), torch.float32)
+    first, info = answers(executor), executor.info
+    checkpoint, cpu = GgufCheckpoint(file), torch.device("cpu")
+    parts = {name: checkpoint.read(name) for name in checkpoint.names()}
+    numbers: Tensors = {
+        name: part if isinstance(part, torch.Tensor) else part.dequantize(cpu, torch.float32)
+        for name, part in parts.items()
+    }
     with SharedTensors(numbers) as shared:
         executor.update_weights(shared.path)
-    assert executor.info.fingerprint != info.fingerprint and said(executor) == first
+    assert executor.info.fingerprint != info.fingerprint and answers(executor) == first
     with SharedTensors(changed(numbers)) as shared:
         executor.update_weights(shared.path)
-    assert said(executor) != first
+    assert answers(executor) != first
     executor.update_weights(str(file))
-    assert executor.info == info and said(executor) == first
+    assert executor.info == info and answers(executor) == first
 
 
 def test_names_for_the_same_memory_are_sent_once_and_nothing_is_left() -> None:
@@ -307,9 +271,9 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
     maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     class Noted(mmap.mmap):
-        def __new__(cls, *given: Any, **options: Any) -> "Noted":
-            maps.add(made := super().__new__(cls, *given, **options))
-            return made
+        def __new__(cls, *arguments: Any, **options: Any) -> "Noted":
+            maps.add(mapping := super().__new__(cls, *arguments, **options))
+            return mapping
 
     def mapped() -> int:
         gc.collect()
@@ -317,7 +281,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
 
     monkeypatch.setattr(mmap, "mmap", Noted)
     executor = executor_of(folder(case), kv_host_bytes=host)
-    first, info, awake = said(executor), executor.info, mapped()
+    first, info, awake = answers(executor), executor.info, mapped()
     assert awake > 2**21
     for level in (1, 2):
         executor.sleep(level)
@@ -329,15 +293,13 @@ def test_sleep_gives_the_memory_back_and_wake_takes_as_much(
             executor.wake(["weights"])
             executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
-        assert executor.info == info and said(executor) == first and mapped() == awake
+        assert executor.info == info and answers(executor) == first and mapped() == awake
 
 
 @pytest.mark.parametrize("error", [ExecutorError("no memory for graphs"), torch.OutOfMemoryError("out of memory")])
-def test_a_rank_sleeps_on_after_a_wake_up_that_fails_at_the_graphs(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_sleeps_on_when_its_graphs_cannot_be_captured(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of(folder("llama"))
-    first = said(executor)
+    first = answers(executor)
     executor.sleep(1)
     with monkeypatch.context() as patch:
         patch.setattr(RankSettings, "is_on_gpu", True)
@@ -347,7 +309,7 @@ def test_a_rank_sleeps_on_after_a_wake_up_that_fails_at_the_graphs(
                 executor.wake(["kv_cache"])
             assert len(executor._rank.kv) == 0
     executor.wake(["kv_cache"])
-    assert said(executor) == first
+    assert answers(executor) == first
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -358,29 +320,29 @@ def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) ->
     fresh = executor_of(path)
     with running(config_of(case, 2, enable_lora=True)) as executor:
         keys = [executor.load_adapter(adapter).key for adapter in adapters_of(case, tmp_path)]
-        first, before, adapted = said(executor), executor.info.fingerprint, bits(executor, keys)
+        first, before, adapted = answers(executor), executor.info.fingerprint, bits(executor, keys)
         spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
         with SharedTensors(spoiled) as shared, pytest.raises(WeightsError, match="'model.norm.weight' has numbers"):
             executor.update_weights(shared.path)
-        assert said(executor) == first and executor.info.fingerprint == before
+        assert answers(executor) == first and executor.info.fingerprint == before
         with SharedTensors(other) as shared:
             executor.update_weights(shared.path)
-        assert executor.info.fingerprint == fresh.info.fingerprint and said(executor) == said(fresh)
+        assert executor.info.fingerprint == fresh.info.fingerprint and answers(executor) == answers(fresh)
         executor.sleep(1)
         executor.wake(["weights", "kv_cache"])
-        assert said(executor) == said(fresh)
+        assert answers(executor) == answers(fresh)
         executor.sleep(2)
         with pytest.raises(WeightsError, match="level 2 has dropped the weights"):
             executor.wake(["kv_cache"])
         executor.update_weights(str(folder(case)))
         executor.wake(["kv_cache"])
-        assert said(executor) == first and bits(executor, keys) == adapted
+        assert answers(executor) == first and bits(executor, keys) == adapted
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_no_rank_wakes_up_if_one_has_no_memory_and_all_do_when_it_has() -> None:
     with running(config_of("llama", 2, kv_cache_bytes=2**30)) as executor:
-        first, pids = said(executor), [worker.pid for worker in executor.worker_watch.workers]
+        first, pids = answers(executor), [worker.pid for worker in executor.worker_watch.workers]
         executor.sleep(1)
         asleep = [mapped_by(pid) for pid in pids]
         resource.prlimit(pids[1], resource.RLIMIT_AS, (asleep[1] + 2**28, resource.RLIM_INFINITY))
@@ -393,7 +355,7 @@ def test_no_rank_wakes_up_if_one_has_no_memory_and_all_do_when_it_has() -> None:
             assert mapped_by(pids[0]) < asleep[0] + 2**28
         resource.prlimit(pids[1], resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         executor.wake(["kv_cache"])
-        assert said(executor) == first
+        assert answers(executor) == first
 
 
 def mapped_by(pid: int) -> int:
@@ -401,7 +363,7 @@ def mapped_by(pid: int) -> int:
 
 
 def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:
-    """The first rank's report ends a step for the executor; another one may still be at it, in its own thread."""
+    """The first rank's report ends a step for the executor; another rank may still finish it, in its own thread."""
     begun, may_end = threading.Event(), threading.Event()
 
     def finish(_: object) -> SimpleNamespace:
@@ -423,7 +385,7 @@ def test_a_rank_that_is_to_sleep_finishes_its_steps_first() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("kind", [MessageKind.PREPARE, MessageKind.TAKE, MessageKind.SLEEP, MessageKind.WAKE])
-def test_a_rank_that_is_killed_on_the_way_ends_the_executor_and_leaves_nothing(kind: bytes) -> None:
+def test_a_rank_that_is_killed_during_an_update_ends_the_executor(kind: bytes) -> None:
     with running(config_of("llama", 2)) as executor:
         send = executor._send
 
@@ -439,23 +401,23 @@ def test_a_rank_that_is_killed_on_the_way_ends_the_executor_and_leaves_nothing(k
             executor.wake(["kv_cache"])
 
 
-def test_a_trainer_of_its_own_process_that_is_killed_leaves_nothing_behind() -> None:
+def test_a_trainer_process_that_is_killed_leaves_nothing_behind() -> None:
     executor, tensors = executor_of(folder("llama")), changed(named("llama"))
-    heard, said_by_trainer = os.pipe()
+    read_end, write_end = os.pipe()
     if (trainer := os.fork()) == 0:
         with SharedTensors(tensors) as sent:
-            os.write(said_by_trainer, sent.path.encode())
+            os.write(write_end, sent.path.encode())
             signal.pause()
     try:
-        shared = os.read(heard, 1000).decode()
+        shared = os.read(read_end, 1000).decode()
         assert shared.startswith(f"/proc/{trainer}/fd/")  # no name that could outlive it
         executor.update_weights(shared)
-        expected, info = said(executor), executor.info
+        expected, info = answers(executor), executor.info
     finally:
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
-        for end in (heard, said_by_trainer):
+        for end in (read_end, write_end):
             os.close(end)
     with pytest.raises(WeightsError, match="neither a folder with weights nor a file"):
         executor.update_weights(shared)
-    assert executor.info == info and said(executor) == expected
+    assert executor.info == info and answers(executor) == expected

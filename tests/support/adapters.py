@@ -6,12 +6,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.executor.kernels.lora import LoraSlots
+from penstock.executor.models.adapters import AdapterStore
+from penstock.executor.protocol import ExecutorConfig
 from tests.support.driver import Driver
 from tests.support.small_models import greedy, reference
+from tests.support.twins.lora import add_lora
 
 PREFIX = "base_model.model."
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -21,12 +26,12 @@ Factors = dict[str, tuple[Tensor, Tensor]]  # module → A, B
 
 
 def random_factors(model: Any, targets: tuple[str, ...], rank: int, seed: int, dtype: torch.dtype) -> Factors:
-    """As large as the weights that they change, so that no one of them can be left out unnoticed."""
-    made = torch.Generator().manual_seed(seed)
+    """Return factors as large as the weights that they change, so that none can be left out unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
     return {
         name: (
-            (torch.randn(rank, module.in_features, generator=made) * module.in_features**-0.5).to(dtype),
-            (torch.randn(module.out_features, rank, generator=made) * rank**-0.5).to(dtype),
+            (torch.randn(rank, module.in_features, generator=generator) * module.in_features**-0.5).to(dtype),
+            (torch.randn(module.out_features, rank, generator=generator) * rank**-0.5).to(dtype),
         )
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in targets and isinstance(module, torch.nn.Linear)
@@ -34,7 +39,7 @@ def random_factors(model: Any, targets: tuple[str, ...], rank: int, seed: int, d
 
 
 def check_shared_steps(executor: Any, case: str, adapters: Sequence[Any], prompts: list[list[int]], count: int) -> None:
-    """Requests with each adapter in turn, and with none, in the same steps; then the first of them alone."""
+    """Run requests with each adapter in turn, and with none, in the same steps; then the first of them alone."""
     driver = Driver(executor)
     keys = [*(executor.load_adapter(str(adapter.path)).key for adapter in adapters), None]
     chosen = [index % len(keys) for index in range(len(prompts))]
@@ -46,11 +51,24 @@ def check_shared_steps(executor: Any, case: str, adapters: Sequence[Any], prompt
     assert driver.generate(driver.admit(prompts[0], adapter=keys[0]), count=count) == [got[0]]
 
 
+def keep_in_slots(patch: pytest.MonkeyPatch) -> None:
+    """Let models that are opened from now on keep adapters as on a GPU: copied to few slots of one size, layer by layer."""
+
+    class SlotStore(AdapterStore):
+        def __init__(self, config: ExecutorConfig, *parts: Any) -> None:
+            super().__init__(config, *parts)
+            self._weights = LoraSlots(self._shapes, config.max_loras, config.max_lora_rank, *parts[-2:])
+
+    patch.setattr("penstock.executor.models.load.AdapterStore", SlotStore)
+    patch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add_lora)
+    patch.setattr("penstock.executor.models.decoder.join_layers", lambda *_: None)  # it takes no slots
+
+
 def write(path: Path, factors: Factors, rank: int, alpha: float, **config: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
-    said = PEFT_CONFIG | {"r": rank, "lora_alpha": alpha}
-    said["target_modules"] = sorted({name.rpartition(".")[2] for name in factors})
-    (path / "adapter_config.json").write_text(json.dumps(said | config))
+    fields = PEFT_CONFIG | {"r": rank, "lora_alpha": alpha}
+    fields["target_modules"] = sorted({name.rpartition(".")[2] for name in factors})
+    (path / "adapter_config.json").write_text(json.dumps(fields | config))
     pairs = {f"{PREFIX}{name}": pair for name, pair in factors.items()}
     tensors = {f"{name}.lora_A.weight": down.contiguous() for name, (down, _) in pairs.items()}
     save_file(
@@ -69,7 +87,7 @@ def merged(case: str, factors: Factors, scale: float) -> Any:
 
 
 class Adapter:
-    """One for a small model, in a folder; `tokens` are those of the merged model."""
+    """An adapter of a small model, in a folder; `tokens` are those of the merged model."""
 
     def __init__(
         self,
@@ -90,5 +108,4 @@ class Adapter:
     @torch.no_grad()
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         out = self._model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-        found: list[int] = out[0, len(prompt) :].tolist()
-        return found
+        return list(out[0, len(prompt) :].tolist())

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.executor.protocol import Admission, Executor, Pooled, Row, Sampling, Step, StepResult
 
 GREEDY = Sampling(temperature=0.0)
+_STEP_IDS = itertools.count(1)  # of all drivers: several may drive one executor, whose steps are in order
 Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]  # tokens and their log-probabilities
 
 
@@ -41,7 +42,7 @@ class Driver:
         self.executor = executor
         self.block_size = executor.info.block_size
         self.free = list(range(1, executor.info.num_blocks))
-        self._step_id = 0
+        self._step_id = 0  # of the last step
         self._next_slot = 0
         self._admissions: list[Admission] = []
 
@@ -81,7 +82,7 @@ class Driver:
         )
 
     def row(self, sequence: Sequence, count: int | None = None, write_from: int = 0, masked: bool = False) -> Row:
-        """The next `count` positions (None: all there are); samples when they reach the end of what is known."""
+        """Return a row of the next `count` positions (None: all); it samples if it reaches the end of the tokens."""
         start = sequence.computed
         count = len(sequence.tokens) - start if count is None else count
         self._extend(sequence, start + count)
@@ -104,7 +105,7 @@ class Driver:
         )
 
     def share(self, owner: Sequence, other: Sequence, num_blocks: int) -> None:
-        """The second starts behind the first blocks of the other, which both have from now on."""
+        """Let the other sequence start behind the first blocks of the owner, which both have from now on."""
         self._extend(other, 0)
         tables = zip((owner.blocks, *owner.others), (other.blocks, *other.others), strict=True)
         for given, table in tables:
@@ -112,7 +113,7 @@ class Driver:
         other.computed = num_blocks * self.block_size
 
     def _extend(self, sequence: Sequence, end: int) -> None:
-        """Windows keep all their blocks here."""
+        """Allocate blocks up to a position. Windows keep all their blocks here."""
         if not sequence.others:
             sequence.others = [[] for group in self.executor.info.groups[1:] if group.kind != "state"]
         pages = self.executor.info.groups[-1].pages
@@ -125,8 +126,8 @@ class Driver:
     def step_unchecked(
         self, *parts: tuple[Sequence, Row], masks: Mapping[int, set[int] | None] | None = None
     ) -> StepResult:
-        """`masks`: what each masked row may sample; None for one that is given no mask."""
-        self._step_id += 1
+        """Run a step. `masks`: the tokens that each masked row may sample; None for a row without a mask."""
+        self._step_id = next(_STEP_IDS)
         self.executor.submit(Step(self._step_id, self._admissions, [row for _, row in parts]))
         self._admissions = []
         if masks is not None:
@@ -151,7 +152,7 @@ class Driver:
     def advance(
         self, *sequences: Sequence, chunk: int | None = None, masks: Mapping[int, set[int] | None] | None = None
     ) -> StepResult:
-        """One step in which every sequence computes up to `chunk` of the positions it has left."""
+        """Run one step in which every sequence computes up to `chunk` of the positions it has left."""
         parts = []
         for index, sequence in enumerate(sequences):
             left = len(sequence.tokens) - sequence.computed
@@ -161,7 +162,7 @@ class Driver:
         return self.step(*parts, masks=masks)
 
     def advance_with_drafts(self, drafts: dict[int, list[int]], *sequences: Sequence) -> list[int]:
-        """One step in which the sequences at the keys of `drafts` bring these along; how many tokens each one gained."""
+        """Run one step in which the sequences at the keys of `drafts` have these; return the gain of each in tokens."""
         rows = [self.row(sequence) for sequence in sequences]
         places: list[list[int]] = [[index] for index in range(len(rows))]
         for index, tokens in drafts.items():
@@ -188,7 +189,7 @@ class Driver:
         return gains
 
     def one_by_one(self, count: int, prompts: list[list[int]]) -> list[list[int]]:
-        """`count` tokens for each prompt; each joins a step after the one before."""
+        """Return `count` tokens for each prompt; each joins a step after the one before."""
         sequences = []
         for prompt in prompts:
             sequences.append(self.admit(prompt))
