@@ -21,7 +21,7 @@ from tests.support.refusals import hardest, hardest_rows
 COUNT, TENSORS = 12, "adapter_model.safetensors"
 LLAMA = "llama-wide"
 FULL = Sampling(temperature=0.0, logprobs=-1)
-# Families by what is special about their projections: joined ones, rotated neighbours, a gate among the queries, latents …
+# Families by the special features of their projections: joined ones, rotated neighbours, a gate among the queries, latents …
 CASES = ["gemma3", "qwen3.5", "llama", "qwen2-moe", "qwen2", "qwen3", "phi3", "glm4", "qwen3-moe", "granite"]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
@@ -38,29 +38,21 @@ def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp
     check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
 
 
-@pytest.mark.parametrize("rank", [1, 256])
-def test_ranks_up_to_256(rank: int, tmp_path: Path) -> None:
-    adapter = Adapter("llama", tmp_path, 3, rank=rank, alpha=2 * rank)
+# The patterns hold for all modules and contradict the fields, as the merged model has one scale.
+PATTERNS: dict[str, Any] = {"r": 9, "rank_pattern": dict.fromkeys(EVERYWHERE, 4)}
+PATTERNS |= {"lora_alpha": 1.0, "alpha_pattern": dict.fromkeys(EVERYWHERE, 6.0)}
+SCALES: list[dict[str, Any]] = [{"rank": 1, "alpha": 2}, {"rank": 256, "alpha": 512}, {"use_rslora": True}, PATTERNS]
+
+
+@pytest.mark.parametrize("fields", SCALES, ids=["rank 1", "rank 256", "rslora", "patterns"])
+def test_an_adapter_of_any_rank_and_scale_gives_the_tokens_of_the_merged_model(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter = Adapter("llama", tmp_path, 3, **fields)
     executor = with_adapters("llama", max_lora_rank=256)
     driver, prompt = Driver(executor), prompts(1)[0]
     key = executor.load_adapter(str(adapter.path)).key
     assert driver.generate(driver.admit(prompt, adapter=key), count=COUNT) == [adapter.tokens(prompt, COUNT)]
-
-
-def test_scales_of_rslora_and_of_patterns(tmp_path: Path) -> None:
-    prompt = prompts(1)[0]
-    by_root = Adapter("llama", tmp_path / "root", 3, use_rslora=True)
-    patterns: dict[str, Any] = {
-        "rank_pattern": {"model.layers.0.self_attn.q_proj": 4},
-        "alpha_pattern": {"o_proj": 6.0},
-    }
-    other = Adapter("llama", tmp_path / "patterns", 4, **patterns)
-    executor = with_adapters("llama")
-    driver = Driver(executor)
-    for adapter in (by_root, other):
-        key = executor.load_adapter(str(adapter.path)).key
-        assert driver.generate(driver.admit(prompt, adapter=key), count=COUNT) == [adapter.tokens(prompt, COUNT)]
-    assert other.scale == 6.0 / 4  # the pattern says what the field says, so nothing else was to come
 
 
 STORED = list(itertools.product((LLAMA, "gemma3"), (torch.float32, torch.bfloat16), ("float32", "bfloat16")))
@@ -100,7 +92,7 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["opt", "gemma4"])
-def test_models_that_take_none_say_so(case: str) -> None:
+def test_models_that_take_no_adapters_are_refused(case: str) -> None:
     with pytest.raises(ExecutorError, match="enable_lora: given; LoRA is not supported for .*"):
         with_adapters(case)
 
@@ -127,7 +119,7 @@ def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(config | fields))
     held = load_file(path / TENSORS)
-    changes = {name: held[given] if isinstance(given, str) else tensor_of(given) for name, given in tensors.items()}
+    changes = {name: held[row] if isinstance(row, str) else tensor_of(row) for name, row in tensors.items()}
     edit_weights(path, dict.fromkeys(held) if "*" in tensors else changes, TENSORS)
     check_refused(loaded, path, words)
 

@@ -4,41 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from penstock.executor.protocol import AdapterError, AdapterInfo
-from penstock.executor.ranks.ranked import open_multiproc
-from tests.executor.test_graphs import Recorder
-from tests.executor.test_rank_graphs import WORLD, Threads
+from penstock.executor.protocol import AdapterError
 from tests.support.adapters import Adapter, check_shared_steps
-from tests.support.checkpoints import config_of, prompts
+from tests.support.checkpoints import config_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.refusals import hardest
 
 COUNT = 8
 
 
-class Pair(Threads):
-    def load_adapter(self, path: str) -> AdapterInfo:
-        first, second = (rank.adapters.load(path) for rank in self.ranks)
-        assert first == second
-        return first
-
-
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("case", hardest(["llama", "glm4", "phi3", "qwen3-moe"], "phi3", "qwen3-moe"))
 def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "down_proj", "gate_up_proj", "up_proj")
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]
-    executor = Pair(config_of(case, WORLD, enable_lora=True), [Recorder() for _ in range(WORLD)])
-    try:
+    with running(config_of(case, 2, enable_lora=True)) as executor:
         check_shared_steps(executor, case, adapters, prompts(3, seed=5), COUNT)
-    finally:
-        executor.close()
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> None:
     adapters = [Adapter("llama", tmp_path / str(seed), seed) for seed in range(4)]
-    executor = open_multiproc(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2))
-    try:
+    with running(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2)) as executor:
         keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters[:2]]
         with pytest.raises(AdapterError, match="max_cpu_loras: 2 adapters are held already"):
             executor.load_adapter(str(adapters[2].path))
@@ -48,5 +35,3 @@ def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> Non
         executor.unload_adapter(keys[0])
         again = driver.admit(prompt, adapter=executor.load_adapter(str(adapters[3].path)).key)
         assert driver.generate(again, count=COUNT) == [adapters[3].tokens(prompt, COUNT)]
-    finally:
-        executor.close()

@@ -1,10 +1,13 @@
-"""What ranks compute together: digests of a checkpoint, whose fingerprint is that of one rank, and sums. Ranks are threads."""
+"""Results that ranks compute together: the fingerprint of a checkpoint, which is that of one rank, and sums.
+
+Ranks are threads.
+"""
 
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ TENSORS = {f"model.layers.{index}.weight": torch.randn(40, 64) for index in rang
 
 
 def on_ranks(world: int, run: Callable[[RankGroup], Any]) -> list[Any]:
-    """Return what `run` returns or raises on each rank."""
+    """Call `run` on each rank; return the results, or the exceptions."""
     if world == 1:
         return [run(RankGroup())]
     listener = socket.create_server(("127.0.0.1", 0), backlog=world)
@@ -63,29 +66,21 @@ def test_bytes_of_any_length_are_gathered_in_the_order_of_the_ranks() -> None:
     assert RankGroup().gather_bytes(b"alone") == [b"alone"]
 
 
-def test_connections_for_another_thread_exist_between_all_ranks_before_a_step_can_run() -> None:
-    def met(group: RankGroup) -> tuple[list[int], list[int]]:
-        connect, sent, received = group._connect, list[int](), list[int]()
+def test_links_for_another_thread_connect_all_ranks_before_a_step_can_run() -> None:
+    def ranks_met(group: RankGroup) -> list[list[int]]:
+        connect, links = group._connect, list[Mock]()
         assert connect is not None
 
         def recorded(name: str) -> Any:
-            links: Any = connect(name)
-
-            def send(tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-                sent.append(rank)
-                return links.send(tensors, rank, tag)
-
-            def recv(tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
-                received.append(rank)
-                return links.recv(tensors, rank, tag)
-
-            return SimpleNamespace(send=send, recv=recv)
+            links.append(Mock(wraps=connect(name)))
+            return links[-1]
 
         group._connect = recorded
         group.twin("experts on the move")
-        return sent, received
+        (link,) = links
+        return [[call.args[1] for call in calls.call_args_list] for calls in (link.send, link.recv)]
 
-    assert on_ranks(3, met) == [([1, 2], [1, 2]), ([0, 2], [0, 2]), ([0, 1], [0, 1])]
+    assert on_ranks(3, ranks_met) == [[[1, 2], [1, 2]], [[0, 2], [0, 2]], [[0, 1], [0, 1]]]
 
 
 def test_a_rank_that_has_its_weights_waits_for_as_long_as_another_one_may_read() -> None:
@@ -98,8 +93,8 @@ def test_a_rank_that_has_its_weights_waits_for_as_long_as_another_one_may_read()
 def test_one_other_number_anywhere_makes_another_fingerprint(name: str, world: int) -> None:
     changed = {**TENSORS, name: TENSORS[name].clone()}
     changed[name].view(-1)[-1] += 1
-    found = on_ranks(world, lambda group: fingerprint(group, changed))
-    assert len(set(found)) == 1 and found[0] != fingerprint(RankGroup())
+    fingerprints = set(on_ranks(world, lambda group: fingerprint(group, changed)))
+    assert len(fingerprints) == 1 and fingerprint(RankGroup()) not in fingerprints
 
 
 def test_every_tensor_is_digested_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +112,11 @@ def test_every_tensor_is_digested_by_one_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_that_read_different_files_say_so() -> None:
-    """As on two machines with different versions in one place: each digests only a part."""
+    """Two machines may have different versions in one place, and each digests only a part."""
     other = {name: tensor + 1 for name, tensor in TENSORS.items()}
-    for found in on_ranks(2, lambda group: fingerprint(group, TENSORS if group.is_first else other)):
-        assert isinstance(found, ExecutorError)
-        assert "rank 1 has read other content than the ranks before it" in str(found)
+    for error in on_ranks(2, lambda group: fingerprint(group, TENSORS if group.is_first else other)):
+        assert isinstance(error, ExecutorError)
+        assert "rank 1 has read other content than the ranks before it" in str(error)
 
 
 def test_a_rank_that_fails_tells_the_others_instead_of_letting_them_wait() -> None:
@@ -131,9 +126,9 @@ def test_a_rank_that_fails_tells_the_others_instead_of_letting_them_wait() -> No
                 raise OSError("the disk of rank 1 is gone")
             return digests.fingerprint()
 
-    found = on_ranks(3, run)
-    assert [str(error) for error in found] == ["the disk of rank 1 is gone"] * 3
-    assert [type(error) for error in found] == [ExecutorError, OSError, ExecutorError]
+    errors = on_ranks(3, run)
+    assert [str(error) for error in errors] == ["the disk of rank 1 is gone"] * 3
+    assert [type(error) for error in errors] == [ExecutorError, OSError, ExecutorError]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ def test_a_rows_sum_does_not_depend_on_its_place(world: int) -> None:
     in_order = rows[0].float()
     for row in rows[1:]:
         in_order = in_order + row.float()
-    for found in on_ranks(world, lambda group: [group.sum(part.clone()) for part in parts[group.rank]]):
-        assert len(found) == len(places)
-        for total, (_, at) in zip(found, places, strict=True):
+    for totals in on_ranks(world, lambda group: [group.sum(part.clone()) for part in parts[group.rank]]):
+        assert len(totals) == len(places)
+        for total, (_, at) in zip(totals, places, strict=True):
             assert torch.equal(total[at], in_order.bfloat16())

@@ -1,15 +1,15 @@
-"""Graphs of decoding steps on two ranks: both capture in the same order, so that what they say to each other meets.
+"""Graphs of decoding steps on two ranks: both capture in the same order, so that their collectives meet.
 
 Two ranks in one process, on two threads, over gloo; the graphs are test_graphs.py's made-up ones. A rank that captured
 or replayed while the other did not would wait for it in a collective, and the test with it.
 """
 
-import queue
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,65 +33,41 @@ RECORDER: ContextVar[Recorder] = ContextVar("of the rank that runs in this threa
 
 
 class Threads:
-    """As much of an executor as `driver_of` needs. Its ranks are threads, which make the calls of `worker.compute`."""
+    """The parts of an executor that `driver_of` needs. Its ranks are threads, which make the calls of `worker.compute`."""
 
     def __init__(self, config: ExecutorConfig, recorders: list[Recorder]) -> None:
-        self.ranks: list[Rank] = [None] * WORLD  # type: ignore[list-item]
-        self._jobs: list[queue.SimpleQueue[Callable[[int], None] | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
-        self._done: list[queue.SimpleQueue[BaseException | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
-        self._launched: list[LaunchedStep] = [None] * WORLD  # type: ignore[list-item]
+        self._threads = [ThreadPoolExecutor(1) for _ in range(WORLD)]
+        self._launches: list[Future[LaunchedStep]] = []
         listener = socket.create_server(("127.0.0.1", 0), backlog=WORLD)
-        self._where = (*listener.getsockname(), listener.detach())  # the first rank's store closes it
-        self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(WORLD)]
-        for thread in self._threads:
-            thread.start()
-        for jobs in self._jobs:
-            jobs.put(lambda r: self._open(r, config, recorders[r]))
-        for r in range(WORLD):
-            self._wait(r)
+        host, port = listener.getsockname()
+        fd = listener.detach()  # the first rank's store closes it
+
+        def build(rank: int) -> Rank:
+            group = join(rank, WORLD, Rendezvous(host, port, host, fd if rank == 0 else None), torch.device("cpu"))
+            RECORDER.set(recorders[rank])
+            return build_rank(config, group, torch.device("cpu"), lambda _: None)
+
+        opening = [thread.submit(build, rank) for rank, thread in enumerate(self._threads)]
+        self.ranks = [each.result(TIMEOUT_S) for each in opening]
         self.info = self.ranks[0].info
 
     def submit(self, step: Step) -> None:
-        def launch(r: int) -> None:
-            self._launched[r] = self.ranks[r].runner.launch(step)
-
-        for jobs in self._jobs:
-            jobs.put(launch)
-        self._wait(0)
+        ranks = zip(self._threads, self.ranks, strict=True)
+        self._launches = [thread.submit(rank.runner.launch, step) for thread, rank in ranks]
+        self._launches[0].result(TIMEOUT_S)
         if not any(row.masked for row in step.rows):  # or else the others wait for what the first rank will sample
-            self._wait(1)
+            self._launches[1].result(TIMEOUT_S)
 
     def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
-        self.ranks[0].runner.sample_masked(self._launched[0], rows, masks)
-        self._wait(1)
+        self.ranks[0].runner.sample_masked(self._launches[0].result(), rows, masks)
+        self._launches[1].result(TIMEOUT_S)
 
     def collect(self) -> StepResult:
-        return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
+        return self.ranks[0].runner.finish(self._launches[0].result())
 
     def close(self) -> None:
-        for jobs in self._jobs:
-            jobs.put(None)
         for thread in self._threads:
-            thread.join(TIMEOUT_S)
-
-    def _open(self, r: int, config: ExecutorConfig, recorder: Recorder) -> None:
-        host, port, fd = self._where
-        group = join(r, WORLD, Rendezvous(host, port, host, fd if r == 0 else None), torch.device("cpu"))
-        RECORDER.set(recorder)
-        self.ranks[r] = build_rank(config, group, torch.device("cpu"), lambda _: None)
-
-    def _run(self, r: int) -> None:
-        while (job := self._jobs[r].get()) is not None:
-            try:
-                job(r)
-            except BaseException as error:  # it is the test's
-                self._done[r].put(error)
-            else:
-                self._done[r].put(None)
-
-    def _wait(self, r: int) -> None:
-        if (error := self._done[r].get(timeout=TIMEOUT_S)) is not None:
-            raise error
+            thread.shutdown()
 
 
 def driver_of(executor: Threads) -> Driver:
@@ -137,7 +113,7 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
         Sampling(temperature=0.0, logprobs=3),
         Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, banned_ids=(1, 2, 3)),
     ]
-    found = []
+    outputs = []
     for eager in (True, False):
         executor, recorders = open_ranks("qwen3", enforce_eager=eager)
         driver = driver_of(executor)
@@ -146,10 +122,10 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
             driver.advance(*several)
         driver.advance(*sequences[:1], masks={0: {17, 18}})
         driver.advance(*sequences[:1])
-        found.append([sequence.output for sequence in sequences])
+        outputs.append([sequence.output for sequence in sequences])
         tables = [r.runner._inputs.tokens for r in executor.ranks]
         assert all(torch.equal(tables[0][s.slot], tables[1][s.slot]) for s in sequences)
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]
     replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
     # The last bucket is one row's; three rows have no second half.
     assert replays[0] == replays[1] == [0, 0, 2, 0, 0, 0, 5, 4]
@@ -174,25 +150,19 @@ def test_experts_move_beneath_captured_graphs(open_ranks: Callable[..., tuple[Th
     assert replays[0] == replays[1] and sum(replays[0]) >= 60
 
 
-def test_collectives_are_asked_for_in_the_order_of_the_stream() -> None:
-    """As NCCL takes that: it gives nothing back to wait for, and so nothing that a graph could not hold."""
-    asked: list[tuple[str, bool]] = []
+def test_collectives_run_in_the_order_of_the_stream() -> None:
+    """NCCL then returns no handle to wait for, which a graph could not hold."""
 
-    class InOrder:
-        def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
-            asked.append(("sum", options.asyncOp))
+    def gather(parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> None:
+        for part in parts[0]:
+            part.copy_(tensors[0])
 
-        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
-            asked.append(("broadcast", options.asyncOp))
-
-        def gather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> None:
-            asked.append(("gather", options.asyncOp))
-            for part in parts[0]:
-                part.copy_(tensors[0])
-
-    group = RankGroup(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
-    given = torch.ones(2, 3)
-    assert group.sum(given) is given and group.broadcast(given) is given
-    gathered = group.gather_columns(given, 5)
+    backend = Mock(gather=Mock(side_effect=gather))
+    backend.allreduce.return_value = backend.broadcast.return_value = None
+    group = RankGroup(0, WORLD, lambda _: backend)
+    tensor = torch.ones(2, 3)
+    assert group.sum(tensor) is tensor and group.broadcast(tensor) is tensor
+    gathered = group.gather_columns(tensor, 5)
     assert gathered is not None and gathered.shape == (2, 5)
-    assert asked == [("sum", False), ("broadcast", False), ("gather", False)]
+    calls = [(name, arguments[-1].asyncOp) for name, arguments, _ in backend.method_calls]
+    assert calls == [("allreduce", False), ("broadcast", False), ("gather", False)]
