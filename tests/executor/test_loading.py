@@ -1,4 +1,4 @@
-"""Weights come from somewhere: what loads must be whole and expected, and what does not says what is wrong with it."""
+"""Files of weights: a checkpoint that loads is whole and as expected; the error of any other says what is wrong with it."""
 
 import json
 import struct
@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.engine.model_files import resolve_model
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.models import load as load_module
 from penstock.executor.models.load import choose_dtype
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
+from penstock.executor.protocol import ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights
+from tests.support.checkpoints import WEIGHTS, config_of, copied, edit_config, edit_weights, executor_of, refusal
 from tests.support.driver import Driver
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
@@ -24,27 +23,21 @@ from tests.support.small_models import reference
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A writable copy of a good Llama."""
+    """Return a writable copy of a good Llama."""
     return copied("llama", tmp_path / "model")
 
 
 def load(path: Path, **options: Any) -> ModelInfo:
-    return UniprocExecutor(ExecutorConfig(model=str(path), **{"kv_cache_bytes": 2**20, **options})).info
+    return executor_of(path, **{"dtype": "auto", **options}).info
 
 
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(ExecutorError) as caught:
-        load(path, **options)
-    return str(caught.value)
-
-
-def test_rotary_buffers_of_old_checkpoints_and_an_auto_map_are_no_reason_to_refuse(model: Path) -> None:
+def test_rotary_buffers_of_old_checkpoints_and_an_auto_map_are_accepted(model: Path) -> None:
     edit_weights(model, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     edit_config(model, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     assert load(model).architecture == "LlamaForCausalLM"
 
 
-def test_tensors_saved_without_a_head_are_found(model: Path) -> None:
+def test_tensors_may_be_saved_without_the_head(model: Path) -> None:
     """Embedding models are saved as the inner model, whose names lack the prefix."""
     tensors = load_file(model / WEIGHTS)
     before = load(model).fingerprint
@@ -60,7 +53,7 @@ def test_a_truncated_file_and_a_header_bomb_are_refused(model: Path) -> None:
         assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
 
 
-def test_without_weights_it_is_said_what_is_expected_and_pickled_ones_are_refused_with_the_way_out(model: Path) -> None:
+def test_missing_and_pickled_weights_are_refused_with_the_way_out(model: Path) -> None:
     (model / WEIGHTS).unlink()
     assert refusal(model) == f"{model}: no weights; {WEIGHTS} or {WEIGHTS}.index.json is expected"
     (model / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
@@ -69,16 +62,8 @@ def test_without_weights_it_is_said_what_is_expected_and_pickled_ones_are_refuse
 
 
 def test_more_host_memory_than_there_is_is_named(model: Path) -> None:
-    with pytest.raises(ExecutorError, match=r"kv_host_bytes: 70368744177664 given; .*Cannot allocate memory"):
-        UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20, kv_host_bytes=2**46))
-
-
-@pytest.mark.parametrize("given", [5, "LlamaForCausalLM", {"a": 1}, [5]])
-def test_architectures_that_are_no_list_of_texts_are_named(model: Path, given: Any) -> None:
-    edit_config(model, architectures=given)
-    assert resolve_model(str(model)).path == model
-    with pytest.raises(ExecutorError, match="architectures: .* found; a list of strings is expected"):
-        load(model)
+    message = refusal(model, kv_host_bytes=2**46)
+    assert "kv_host_bytes: 70368744177664 given; " in message and "Cannot allocate memory" in message
 
 
 @pytest.mark.slow
@@ -116,7 +101,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_tensors_say_their_dtype_where_config_json_has_none_or_float32(
+def test_the_tensors_decide_the_dtype_where_config_json_has_none_or_float32(
     model: Path, named: str | None, stored: torch.dtype
 ) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in load_file(model / WEIGHTS).items()}
@@ -128,29 +113,27 @@ def test_the_tensors_say_their_dtype_where_config_json_has_none_or_float32(
     assert load(model).dtype == str(expected).removeprefix("torch.")
 
 
-@pytest.mark.parametrize(("asked", "stored", "computed"), cases(__file__, "dtypes on a GPU", torch=torch))
+@pytest.mark.parametrize(("option", "stored", "computed"), cases(__file__, "dtypes on a GPU", torch=torch))
 def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
-    asked: str, stored: str, computed: torch.dtype
+    option: str, stored: str, computed: torch.dtype
 ) -> None:
-    assert choose_dtype(asked, stored, torch.device("cuda")) is computed
+    assert choose_dtype(option, stored, torch.device("cuda")) is computed
 
 
-def test_computing_in_another_dtype_than_that_of_the_weights_is_said(
+def test_computing_in_another_dtype_than_that_of_the_weights_is_logged(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said() -> tuple[ModelInfo, str]:
-        lines: list[str] = []
-        executor = UniprocExecutor(ExecutorConfig(model=str(model), kv_cache_bytes=2**20), lines.append)
-        return executor.info, "\n".join(lines)
-
+    lines: list[str] = []
+    config = config_of(model, dtype="auto")
     with monkeypatch.context() as patch:
         patch.setattr(load_module, "choose_dtype", lambda *_: torch.bfloat16)  # as a GPU does
-        assert "stored in float32 and computed in bfloat16" in said()[1]
+        UniprocExecutor(config, lines.append)
+    assert "stored in float32 and computed in bfloat16" in "\n".join(lines)
     edit_weights(model, {name: each.half() for name, each in load_file(model / WEIGHTS).items()})
     edit_config(model, dtype="float16")
-    info, text = said()
-    assert info.dtype != "float16"
-    assert f"in float16, in which a CPU does not compute, and are computed in {info.dtype}" in text
+    dtype = UniprocExecutor(config, lines.append).info.dtype
+    assert dtype != "float16"
+    assert f"in float16, in which a CPU does not compute, and are computed in {dtype}" in "\n".join(lines)
     assert "float16" in refusal(model, dtype="float16", device="cpu")
 
 
@@ -163,7 +146,7 @@ def test_shards_load_like_one_file_with_the_same_fingerprint(model: Path, tmp_pa
 def test_the_fingerprint_follows_whatever_changes_the_numbers(model: Path, tmp_path: Path) -> None:
     down = load_file(model / WEIGHTS)[name := "model.layers.2.mlp.down_proj.weight"]
     down[5, 5] *= 1.001
-    fingerprints = [load(model).fingerprint, load(model, kv_cache_bytes=2**21, block_size=4).fingerprint]
+    fingerprints = [load(model).fingerprint, load(model, kv_cache_bytes=2**20, block_size=4).fingerprint]
     assert fingerprints[0] == fingerprints[1]
     fingerprints.append(load(model, dtype="bfloat16").fingerprint)
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -177,8 +160,7 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(model: Path) -> No
     (model / WEIGHTS).unlink()
     outputs = []
     for seed in (0, 0, 1):
-        config = ExecutorConfig(model=str(model), load_format="dummy", seed=seed, kv_cache_bytes=2**20)
-        driver = Driver(UniprocExecutor(config))
+        driver = Driver(executor_of(model, dtype="auto", load_format="dummy", seed=seed))
         outputs.append(driver.generate(driver.admit([5, 6, 7]), count=20)[0])
     assert outputs[0] == outputs[1] != outputs[2]
     assert len(set(outputs[0])) > 3  # not one token again and again
@@ -197,21 +179,22 @@ def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(mode
     assert refusal(model, max_model_len=257) == "max_model_len: 257 given; the model's positions end at 256"
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}}
     assert "801 given; the model's positions end at 800" in refusal(model, hf_overrides=yarn, max_model_len=801)
-    message = refusal(model, max_model_len=200, kv_cache_bytes=100_000)  # 12288 bytes a block
-    assert "max_model_len: 200 given" in message and "one request of 112 tokens" in message
-    assert "at least 2 are needed" in refusal(model, kv_cache_bytes=20_000)
+    message = refusal(model, max_model_len=200, kv_cache_bytes=100_000)  # 6144 bytes a block
+    assert "max_model_len: 200 given" in message and "one request of 120 tokens" in message
+    assert "at least 2 are needed" in refusal(model, kv_cache_bytes=10_000)
 
 
 def test_the_longest_request_and_the_pool_follow_from_the_model_and_the_memory(model: Path) -> None:
     for options, longest, limit in (
-        ({"kv_cache_bytes": 100_000}, 112, "kv_cache"),
+        ({"kv_cache_bytes": 100_000}, 120, "kv_cache"),
         ({"kv_cache_bytes": 2**21}, 256, "model"),
         ({"kv_cache_bytes": None, "max_num_seqs": 1}, 256, "model"),  # the pool holds exactly one such request
-        ({"kv_cache_bytes": 100_000, "max_model_len": 112}, 112, "max_model_len"),
+        ({"kv_cache_bytes": 100_000, "max_model_len": 120}, 120, "max_model_len"),
     ):
         info = load(model, **options)
         assert (info.max_model_len, info.context_limit) == (longest, limit)
     info = load(model, kv_cache_bytes=None, max_num_seqs=3)  # no more than all requests need
-    assert info.num_blocks == 3 * 256 // 16 + 1
+    assert info.num_blocks == 3 * 256 // 8 + 1
     assert info.memory["KV cache"] == info.num_blocks * info.block_bytes
-    assert "tensor_parallel_size: 2" in refusal(model, tensor_parallel_size=2)
+    with pytest.raises(ExecutorError, match="tensor_parallel_size: 2"):
+        UniprocExecutor(config_of(model, 2))
