@@ -13,12 +13,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -37,7 +36,7 @@ from penstock.executor.protocol import Executor, ExecutorConfig
 from penstock.executors import open_executor
 from tests.engine.grammar.test_tokenizer_families import CHOICES, FAMILIES
 from tests.support.grammar_rig import FORMS
-from tests.support.simulation import random_drafts
+from tests.support.simulation import Simulation, random_drafts
 from tests.support.small_models import SIZES, random_model
 
 VOCAB_SIZE = 400  # more than any of the tokenizers has
@@ -70,7 +69,7 @@ def tools(family: str) -> tuple[Tokenizer, Compiler]:
 
 @contextmanager
 def executors(rng: random.Random, ranks: int) -> Iterator[tuple[ExecutorConfig, Executor]]:
-    """With as many blocks as the longest request needs, or a few more; with tiers or without."""
+    """Open an executor with as many blocks as the longest request needs, or a few more; with tiers or without."""
     block_size = rng.choice([4, 8])
     num_blocks = MAX_MODEL_LEN // block_size + rng.choice([1, 2, 3, 8])
     block_bytes = 2 * 3 * 2 * 16 * 4 * block_size  # keys and values of three layers with two heads of 16 in float32
@@ -101,74 +100,68 @@ def executors(rng: random.Random, ranks: int) -> Iterator[tuple[ExecutorConfig, 
             executor.close()
 
 
-@dataclass
-class Asked:
-    """One choice of a request, and what has come of it."""
+class Request(NamedTuple):
+    """One choice of a client's request."""
 
     message: Submit
     params: SamplingParams
     abort_after: int | None = None  # tokens
-    outputs: list[Output] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for output in self.outputs for token in output.tokens]
-
-    def first(self, name: str) -> Any:
-        return next((value for output in self.outputs if (value := getattr(output, name)) is not None), None)
 
 
-class World:
+class World(Simulation):
+    """An engine core over a real executor, with the front end's state of each choice, whose stop strings may end it."""
+
     def __init__(self, executor: Executor, config: ExecutorConfig, family: str, **options: Any) -> None:
         self.tokenizer, compiler = tools(family)
         scheduler = SchedulerConfig(**{"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": 128, **options})
+        super().__init__(executor, scheduler)
         self.core = EngineCore(EngineConfig(executor=config, scheduler=scheduler), executor, compiler)
-        self._asked: dict[str, Asked] = {}
+        self.scheduler = self.core.scheduler
+        self._requests: dict[str, Request] = {}
         self._choices: dict[str, Choice] = {}
         self._updates: dict[str, list[Update]] = {}
 
-    def submit(self, asked: Asked) -> None:
-        name = asked.message.request_id
-        self._asked[name], self._updates[name] = asked, []
-        stream = None if asked.message.pooling else self.tokenizer.stream(True, False)
-        self._choices[name] = Choice(0, asked.params, stream)
-        self.core.submit(asked.message)
+    def admit(self, request: Request) -> None:
+        name = request.message.request_id
+        self._requests[name], self._updates[name] = request, []
+        stream = None if request.message.pooling else self.tokenizer.stream(True, False)
+        self._choices[name] = Choice(0, request.params, stream)
+        self.outputs[name] = []
+        self.core.submit(request.message)
 
     def abort(self, name: str) -> None:
-        self._keep([self.core.abort(name)])
+        self.keep(self.core.abort(name))
 
-    def step(self) -> None:
-        self._keep(self.core.step())
-        self.core.scheduler.check()
+    def step(self, check: bool = True) -> None:
+        self.keep(*self.core.step())
+        self.scheduler.check()
 
-    def run(self) -> None:
-        for _ in range(20_000):
+    def run(self, check: bool = True, limit: int = 20_000) -> None:
+        for _ in range(limit):
             if not self.core.has_work():
                 break
             self.step()
         assert not self.core.has_work(), "requests that never end"
         self.core.settle()
-        pool = self.core.scheduler.pool
+        pool = self.scheduler.pool
         assert self.core.is_settled and pool.num_free == pool.num_usable, "something is left behind"
-        self.core.scheduler.check()
+        self.scheduler.check()
 
     def answer(self, name: str) -> Update | None:
         return joined(self._updates[name]) if self._updates[name] else None
 
-    def _keep(self, outputs: Sequence[Output | None]) -> None:
+    def first(self, name: str, field: str) -> Any:
+        return next((value for output in self.outputs[name] if (value := getattr(output, field)) is not None), None)
+
+    def keep(self, *outputs: Output | None) -> None:
         for output in filter(None, outputs):
+            super().keep(output)
             name = output.request_id
-            asked, choice = self._asked[name], self._choices[name]
-            assert not asked.is_over, f"{name}: an output after its end"
-            asked.outputs.append(output)
+            choice, limit = self._choices[name], self._requests[name].abort_after
             self._updates[name].append(choice.push(output))
-            is_enough = asked.abort_after is not None and len(asked.tokens) >= asked.abort_after
-            if (not choice.is_running or is_enough) and not asked.is_over:
-                self._keep([self.core.abort(name)])
+            is_enough = limit is not None and len(self.tokens(name)) >= limit
+            if (not choice.is_running or is_enough) and self.end(name) is None:
+                self.abort(name)
 
 
 def random_params(rng: random.Random, tokenizer: Tokenizer) -> SamplingParams:
@@ -207,7 +200,7 @@ def choices(texts: list[str]) -> StructuredOutputs:
     return StructuredOutputs(choice=texts)
 
 
-def random_request(rng: random.Random, number: int, world: World) -> list[Asked]:
+def random_request(rng: random.Random, number: int, world: World) -> list[Request]:
     shared = random.Random(rng.randrange(3)).choices(range(VOCAB_SIZE), k=MAX_MODEL_LEN)
     length = rng.choice(
         [rng.randint(1, 9), rng.randint(1, 30), 8 * rng.randint(1, 4), rng.randint(1, MAX_MODEL_LEN - 1)]
@@ -233,11 +226,11 @@ def random_request(rng: random.Random, number: int, world: World) -> list[Asked]
         pooling=pooling,
         grammar=grammar,
     )
-    return [Asked(message, params, rng.choice([None, None, None, rng.randint(0, 9)])) for message in answer.messages]
+    return [Request(message, params, rng.choice([None, None, None, rng.randint(0, 9)])) for message in answer.messages]
 
 
 def live(rng: random.Random, config: ExecutorConfig, executor: Executor, counts: Counter[str], where: str) -> None:
-    """One world from its first request to its last, then each of them alone."""
+    """Run one world from its first request to its last, then each request alone."""
     family = rng.choice(list(FAMILIES))
     world = World(
         executor,
@@ -249,11 +242,11 @@ def live(rng: random.Random, config: ExecutorConfig, executor: Executor, counts:
         patience_s=rng.choice([0.01, 30.0]),
         speculative_config=random_drafts(rng) if rng.random() < 0.6 else None,
     )
-    requests: dict[str, Asked] = {}
+    requests: dict[str, Request] = {}
     for number in range(rng.randint(5, 20)):
-        for asked in random_request(rng, number, world):
-            requests[asked.message.request_id] = asked
-            world.submit(asked)
+        for request in random_request(rng, number, world):
+            requests[request.message.request_id] = request
+            world.admit(request)
         for _ in range(rng.choice([0, 0, 1, 3, 10])):
             world.step()
         if rng.random() < 0.2:
@@ -268,38 +261,38 @@ def live(rng: random.Random, config: ExecutorConfig, executor: Executor, counts:
     if rng.random() < 0.5:
         assert world.core.reset_prefix_cache()
     single = World(executor, config, family, enable_prefix_caching=False)
-    for name, asked in requests.items():
-        alone = Asked(asked.message, asked.params)
-        single.submit(alone)
+    for name, request in requests.items():
+        single.admit(request._replace(abort_after=None))
         single.run()
-        compare(asked, alone, world.answer(name), single.answer(name), f"{where}, {name}: {asked.params}")
-        counts[str(asked.outputs[-1].finish_reason)] += 1
+        compare(name, world, single, f"{where}, {name}: {request.params}")
+        counts[str(world.end(name))] += 1
 
 
-def compare(asked: Asked, alone: Asked, answer: Update | None, expected: Update | None, where: str) -> None:
-    got, whole, last = asked.tokens, alone.tokens, asked.outputs[-1]
-    if last.finish_reason == "abort":
-        if alone.outputs[-1].finish_reason != "abort":
+def compare(name: str, world: World, single: World, where: str) -> None:
+    got, whole, end, expected_end = world.tokens(name), single.tokens(name), world.last(name), single.last(name)
+    if end.finish_reason == "abort":
+        if expected_end.finish_reason != "abort":
             assert got == whole[: len(got)], where
         elif min(len(got), len(whole)):  # a stop string: how far the core came meanwhile does not matter
             assert all(a == b for a, b in zip(got, whole, strict=False)), where
     else:
-        assert got == whole or alone.outputs[-1].finish_reason == "abort", where
-        expected_last = alone.outputs[-1]
-        if expected_last.finish_reason != "abort":
+        assert got == whole or expected_end.finish_reason == "abort", where
+        if expected_end.finish_reason != "abort":
             fields = ("finish_reason", "stop_token", "error", "embedding", "is_refusal")
-            assert [getattr(last, name) for name in fields] == [getattr(expected_last, name) for name in fields], where
-        assert answer == expected, where
+            assert [getattr(end, field) for field in fields] == [getattr(expected_end, field) for field in fields], (
+                where
+            )
+        assert world.answer(name) == single.answer(name), where
     if got:
-        assert asked.first("prompt_logprobs") == alone.first("prompt_logprobs"), where
+        assert world.first(name, "prompt_logprobs") == single.first(name, "prompt_logprobs"), where
     logprobs, expected_logprobs = (
-        [entry for output in each.outputs for entry in output.logprobs or ()] for each in (asked, alone)
+        [entry for output in each.outputs[name] for entry in output.logprobs or ()] for each in (world, single)
     )
     assert logprobs == expected_logprobs[: len(logprobs)] or len(logprobs) > len(expected_logprobs), where
 
 
 def fuzz(ranks: int, seeds: Iterable[int], lives: int, seconds: float = math.inf) -> Counter[str]:
-    """`lives`: worlds over one executor, one after the other; each finds what the one before has left there."""
+    """Run some `lives`, worlds over one executor one after the other; each finds there what the one before has left."""
     counts: Counter[str] = Counter()
     ends_s = time.monotonic() + seconds
     for seed in seeds:
