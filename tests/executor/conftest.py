@@ -26,14 +26,14 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
+    """Fork the ranks of `open_multiproc` instead of starting them: for tests of their answers, not of their lives."""
     starting = forking("penstock.executor.ranks.worker", "tests.support.oracle_core")
     monkeypatch.setattr("penstock.executor.process_life.subprocess", starting)
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """The logits of every step of the executors in this test, [S, vocabulary] each."""
+    """Collect the logits of every step of the executors in this test, [S, vocabulary] each."""
     seen: list[torch.Tensor] = []
     original = ModelRunner.__init__
 

@@ -50,7 +50,7 @@ def test_states_lie_in_units_of_one_size_over_pages_that_hold_at_least_one() -> 
     assert small.depth == 1 and small.units_per_page == 4 and small.groups[1].pages == 3
 
 
-def test_what_a_request_needs_follows_from_its_groups() -> None:
+def test_the_pages_of_a_request_follow_from_its_groups() -> None:
     groups = [GroupInfo(), GroupInfo("window", 33), GroupInfo("state", pages=7)]
     assert [group.most_pages(1000, 64, 16) for group in groups] == [63, 7, 21]
     assert [group.most_pages(20, 64, 16) for group in groups] == [2, 2, 21]
@@ -61,21 +61,17 @@ def test_what_a_request_needs_follows_from_its_groups() -> None:
         plan_kv(ExecutorConfig(kv_cache_bytes=2000), 100, 4000, RankGroup(), groups=groups)
 
 
-def test_what_ranks_cannot_share_out_is_refused_by_its_number() -> None:
+def test_heads_and_channels_that_ranks_cannot_share_are_refused_by_number() -> None:
     delta, conv = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
     spec: Any = SimpleNamespace(hidden_size=62)
-    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 2 key heads"):
-        state_of(spec, delta, torch.float32, 4)
-    with pytest.raises(ExecutorError, match="^tensor_parallel_size: 4 given; it must divide the model's 62 channels"):
-        state_of(spec, conv, torch.float32, 4)
     mamba = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
-    with pytest.raises(
-        ExecutorError, match=r"^tensor_parallel_size: 5 .* the model's 12 Mamba heads \(mamba_n_heads\)$"
+    for part, ranks, message in (
+        (delta, 4, "tensor_parallel_size: 4 given; it must divide the model's 2 key heads"),
+        (conv, 4, "tensor_parallel_size: 4 given; it must divide the model's 62 channels"),
+        (mamba, 5, r"tensor_parallel_size: 5 .* the model's 12 Mamba heads \(mamba_n_heads\)$"),
+        (mamba, 3, r"tensor_parallel_size: 3 .* 2 groups of Mamba heads \(mamba_n_groups\), or"),
     ):
-        state_of(spec, mamba, torch.float32, 5)
-    with pytest.raises(
-        ExecutorError, match=r"^tensor_parallel_size: 3 .* 2 groups of Mamba heads \(mamba_n_groups\), or"
-    ):
-        state_of(spec, mamba, torch.float32, 3)
+        with pytest.raises(ExecutorError, match=f"^{message}"):
+            state_of(spec, part, torch.float32, ranks)
     assert state_of(spec, mamba, torch.float32, 4) == (1 + 3, max(16 * 24 * 4, 3 * (2 * 16 + 3 * 24) * 4))
     assert state_of(spec, delta, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))

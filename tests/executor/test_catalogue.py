@@ -59,7 +59,7 @@ def test_features_are_those_of_the_specs_that_the_families_make() -> None:
     }
 
 
-def test_no_refused_name_hides_one_that_runs_and_formats_of_tool_calls_and_reasoning_exist() -> None:
+def test_no_refused_name_hides_one_that_runs_and_named_formats_exist() -> None:
     assert not [name for name in registry.ARCHITECTURES if catalogue.missing(name)]
     assert {name for family in catalogue.FAMILIES for name in family.tools} <= {*formats.NAMES}
     assert {family.reasoning for family in catalogue.FAMILIES} <= {"", *thinking.NAMES}

@@ -38,7 +38,7 @@ WRONG: tuple[Any, ...] = ("x", -1, 0, [], {}, True, 1e300, [1])
 
 
 def alterations(case: str) -> Iterator[tuple[str, Any]]:
-    """(field, other value); None drops it."""
+    """Yield fields with another value; None drops the field."""
     config = json.loads((folder(case) / "config.json").read_text())
     rng = random.Random(case)
     for field, value in config.items():
@@ -61,7 +61,7 @@ def alterations(case: str) -> Iterator[tuple[str, Any]]:
 
 
 def theirs(config: dict[str, Any], path: Path) -> torch.Tensor | None:
-    """Their logits after the prompt, the weights saved; None where they make no such model."""
+    """Return transformers' logits after the prompt and save the weights; None if it makes no such model."""
     try:
         name = transformers.AutoConfig.for_model(config["model_type"]).__class__
         torch.manual_seed(1)
@@ -106,7 +106,7 @@ def check_each(case: str, some: list[tuple[str, Any]], tmp_path: Path, recorded:
 
 
 @pytest.mark.parametrize("case", [*CASES, *RECURRENT])
-def test_a_config_without_a_field_has_the_settings_that_transformers_reads_from_it(case: str) -> None:
+def test_a_config_without_a_field_has_the_settings_of_transformers(case: str) -> None:
     kind, given = type(config_of(*(CASES | RECURRENT)[case])), config(case)
     read_spec = ARCHITECTURES[given["architectures"][0]]
     for name in ("time_step_limit", "per_layer_config"):  # infinity is no JSON; kinds of layers are turned below

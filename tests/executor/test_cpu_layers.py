@@ -20,12 +20,12 @@ CASES = ["llama", "llama-one-layer", "qwen2", "qwen3", "gemma3", "mistral-slidin
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """What the decoders of this test computed, step by step."""
+    """Collect the results of the decoders in this test, step by step."""
     seen: list[torch.Tensor] = []
     forward = Decoder.forward
 
-    def spy(self: Decoder, *given: object) -> torch.Tensor:
-        seen.append(forward(self, *given))  # type: ignore[arg-type]
+    def spy(self: Decoder, *arguments: object) -> torch.Tensor:
+        seen.append(forward(self, *arguments))  # type: ignore[arg-type]
         return seen[-1]
 
     monkeypatch.setattr(Decoder, "forward", spy)
@@ -35,7 +35,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
 
 def executor_with(case: str, dtype: DType, is_joined: bool, **options: Any) -> UniprocExecutor:
-    """Whose model computes all its layers in one call, or each by itself."""
+    """Open a model that computes all its layers in one call, or each by itself."""
     executor = executor_of(case, dtype=dtype, **options)
     model = executor._rank.loaded.model
     assert isinstance(model, Decoder) and model._joined is not None

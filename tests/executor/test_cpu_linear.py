@@ -6,15 +6,12 @@ import torch
 from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.weight import plain_weight
+from tests.support.paged import random
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", cpu_ops.DTYPES, ids=["float32", "bfloat16"])
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def product_of(
@@ -32,10 +29,8 @@ def test_it_equals_the_product_in_float64(
 ) -> None:
     weight = random(width, depth, dtype=dtype, seed=1) / depth**0.5
     bias = random(width, dtype=dtype, seed=2) if has_bias else None
-    linear, exact = (
-        product_of(weight, bias, 2, level),
-        CpuProduct([plain_weight(weight)], torch.float32, bias, 2, level),
-    )
+    linear = product_of(weight, bias, 2, level)
+    exact = CpuProduct([plain_weight(weight)], torch.float32, bias, 2, level)
     for rows in (0, 1, 5, 6, 19, 100):
         x = random(rows, depth, dtype=dtype, seed=3)
         expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
@@ -49,12 +44,8 @@ def test_it_equals_the_product_in_float64(
 def test_rows_of_the_weight_come_back_as_they_were_given(level: str, dtype: torch.dtype) -> None:
     weight = random(701, 130, dtype=dtype, seed=1)
     linear = product_of(weight, None, 2, level)
-    for indices in (
-        torch.tensor([700, 0, 3, 3, 64]),
-        torch.tensor([5]).int(),
-        torch.arange(701),
-        torch.empty(0).long(),
-    ):
+    some = [torch.tensor([700, 0, 3, 3, 64]), torch.tensor([5]).int()]
+    for indices in (*some, torch.arange(701), torch.empty(0).long()):
         assert torch.equal(linear.rows(indices), weight[indices])
     for wrong in (701, -1):
         with pytest.raises(AssertionError, match="none of the rows"):

@@ -1,4 +1,4 @@
-"""Copies between a GPU's blocks and the host's: what waits for what, and for what nothing waits."""
+"""Copies between a GPU's blocks and the host's: the waits that are needed, and no others."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -40,7 +40,7 @@ class Rig:
         reads: Sequence[int] = (),
         reported: Sequence[int] | None = None,
     ) -> None:
-        """The copies and the rows of a step. reported: the writes that the copier learns of, if not all."""
+        """Run the copies and the rows of a step. reported: the writes that the copier learns of, if not all."""
         self.copier.begin_step(writes if reported is None else reported)
         if saves or restores:
             self.copier.start(saves, restores)
@@ -50,7 +50,7 @@ class Rig:
             self.blocks[block].sum()
 
     def has_waited(self, stream: torch.cuda.Stream) -> bool:
-        """Whether the computing stream has waited for all of this one, which is in truth a made-up one."""
+        """Return whether the computing stream has waited for all of this pretended stream."""
         return self.gpu.has_waited(self.gpu.stream, cast(Stream, stream))
 
 
@@ -71,7 +71,7 @@ def test_rows_and_restores_do_not_wait_for_saves(gpu: PretendedGpu, rig: Rig) ->
     assert rig.arena[1, 0] == 1 and rig.arena[2, BYTES - 1] == 2
 
 
-def test_a_step_launches_one_copy_in_each_direction_however_many_blocks_it_moves(rig: Rig) -> None:
+def test_a_step_launches_one_copy_in_each_direction_for_any_number_of_blocks(rig: Rig) -> None:
     """The kernel was compiled at the start, and what it reads comes from pinned memory, so that the host goes on."""
     assert rig.ops.copy_blocks.call_count == 2
     rig.step(saves=((1, 1), (2, 2), (5, 3)), restores=((4, 3),))
@@ -101,10 +101,10 @@ def test_a_block_that_is_being_saved_is_written_by_rows_when_it_is_over(gpu: Pre
 OVERWRITES: dict[str, list[dict[str, Any]]] = dict(cases(__file__, "overwrites"))
 
 
-@pytest.mark.parametrize("what", OVERWRITES)
-def test_what_a_copy_uses_is_another_s_only_when_it_is_over(what: str, rig: Rig) -> None:
-    """Without any wait of the host's: the core may have heard the end of a step from another rank."""
-    for step in OVERWRITES[what]:
+@pytest.mark.parametrize("case", OVERWRITES)
+def test_memory_of_a_copy_is_used_again_only_when_the_copy_is_over(case: str, rig: Rig) -> None:
+    """The host does not wait: another rank may have reported the end of a step to the core."""
+    for step in OVERWRITES[case]:
         rig.step(**step)
 
 
@@ -118,7 +118,7 @@ def test_a_store_waits_for_the_copies_of_its_slots_alone(gpu: PretendedGpu, rig:
     gpu.touch_array(rig.arena[2], is_write=True)
 
 
-def test_blocks_that_rows_bring_along_are_written_from_where_they_begin_to_compute() -> None:
+def test_rows_write_their_new_blocks_from_the_first_computed_position() -> None:
     fresh = Row(0, 0, 9, True, blocks=(5, 6, 7))
     hit = Row(1, 8, 2, True, blocks=(1, 2, 8))  # two full blocks of others
     whole_hit = Row(2, 7, 1, True, blocks=(1, 2), write_from=8)

@@ -15,15 +15,15 @@ from safetensors import safe_open
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError
-from tests.executor.test_gguf import CONFIGS, numbers
+from tests.executor.test_gguf import CONFIGS, dequantized
 from tests.support.gguf_files import small_file
 from tests.support.stored_models import stored
 
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(3, 43)[None]).logits
-        return found
+        result: torch.Tensor = model(torch.arange(3, 43)[None]).logits
+        return result
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -54,7 +54,7 @@ def test_a_large_checkpoint_is_cut_into_shards_that_load_as_one(tmp_path: Path) 
     assert sorted(again.names()) == sorted(checkpoint.names())
     export(again, tmp_path / "once", "bfloat16")
     for name in again.names():
-        assert torch.equal(numbers(again.read(name)), numbers(open_checkpoint(tmp_path / "once").read(name)))
+        assert torch.equal(dequantized(again.read(name)), dequantized(open_checkpoint(tmp_path / "once").read(name)))
 
 
 def test_the_dtype_is_the_configs_unless_one_is_asked_for(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_dtype_is_the_configs_unless_one_is_asked_for(tmp_path: Path) -> Non
         export(checkpoint, tmp_path / "int8", "int8")  # type: ignore[arg-type]
 
 
-def test_codes_of_gpt_oss_and_folders_with_a_model_or_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+def test_codes_of_gpt_oss_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(small_file(tmp_path / "model.gguf"))
     export(checkpoint, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())

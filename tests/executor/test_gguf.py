@@ -21,7 +21,7 @@ TYPES = ["F32", "F16", "BF16", *FILE_TYPES]
 CONFIGS = ["llama", "llama-biases", "qwen2", "qwen3-untied", "gemma3"]
 
 
-def numbers(stored: torch.Tensor | Weight) -> torch.Tensor:
+def dequantized(stored: torch.Tensor | Weight) -> torch.Tensor:
     return stored if isinstance(stored, torch.Tensor) else stored.dequantize(torch.device("cpu"), torch.float32)
 
 
@@ -39,7 +39,7 @@ def test_every_storage_type_gives_the_values_of_the_reference_dequantizer(kind: 
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shapes()[source])
         got = checkpoint.read(name)
         assert isinstance(got, torch.Tensor) == (kind in ("F32", "F16", "BF16"))
-        values = numbers(got).float().numpy()
+        values = dequantized(got).float().numpy()
         if "q_proj" in name:
             values = permuted(torch.from_numpy(values), HEADS).flatten(0, 2).numpy()
         np.testing.assert_array_equal(values, expected)

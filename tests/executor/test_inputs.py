@@ -82,7 +82,7 @@ def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]
 
 
 def with_groups(row: Row, rng: np.random.Generator) -> Row:
-    """The row brings blocks and pages of other groups along."""
+    """Return the row with new blocks and pages of other groups."""
 
     def blocks(count: int) -> tuple[int, ...]:
         return tuple(rng.integers(1, NUM_BLOCKS, count).tolist())
@@ -178,6 +178,6 @@ def test_the_state_pages_of_any_number_of_rows_are_aligned_for_kernels(num_rows:
 
 
 def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
-    """As `rank` makes them on a GPU."""
+    """Open inputs as `open_inputs` does on a GPU."""
     sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
     return DeviceInputs(*sizes, torch_inputs, device, cache_layout=layout)

@@ -1,4 +1,4 @@
-"""What models give beside tokens, against transformers; what is special about some families, and about some files.
+"""Embeddings and log-probabilities of models, against transformers; special features of some families and of some files.
 
 test_models.py has the tokens of all of them.
 """

@@ -1,4 +1,4 @@
-"""Experts that move between two ranks' GPUs, beside steps that compute with those that are there.
+"""Experts that move between two ranks' GPUs, beside steps that compute with the resident ones.
 
 One rank of two, on a made-up device; the other one, and the threads, are made up as well.
 """
@@ -24,7 +24,7 @@ LAYERS, EXPERTS, SLOTS = 4, 4, 4  # of both ranks
 
 
 class Other:
-    """The group, and the links to the rank that agrees with us and has whatever we want."""
+    """The group, and the links to the other rank, which agrees with us and has every expert."""
 
     rank, world, is_first, device = 0, 2, True, GPU
 
@@ -46,7 +46,7 @@ class Other:
         self._end()
 
     def _end(self) -> None:
-        """As with NCCL the host waits, and knows then."""
+        """Let the host wait, as with NCCL."""
         self.streams.append(torch.cuda.current_stream(GPU))  # type: ignore[arg-type]
         self.streams[-1].synchronize()
 
@@ -122,8 +122,8 @@ def test_a_plan_that_only_changes_the_shares_of_copies_counts_apart_from_moves(
     assert all(experts.replace.call_count >= 2 for experts in layers)
 
 
-def test_whatever_goes_wrong_in_the_thread_the_move_has_failed() -> None:
-    """Else every step from then on would ask all ranks whether this one is there."""
+def test_a_move_has_failed_after_any_error_in_its_thread() -> None:
+    """Otherwise every later step would ask all ranks whether the expert has arrived."""
     fail = Mock(side_effect=MemoryError("no memory for what arrives"))
     here = cast(rebalance.Rebalancer, SimpleNamespace(_stream=None, _run=fail))
     move = rebalance.Move(layer=0, copies=[(0, [1])])

@@ -1,4 +1,4 @@
-"""Whole models on a GPU: their numbers beside a CPU's at the sizes of real models, and what thousands of steps leave."""
+"""Whole models on a GPU: their logits beside a CPU's at the sizes of real models, and the memory after thousands of steps."""
 
 import json
 import random
@@ -14,10 +14,9 @@ from benchmarks.gpu.shapes import MODELS, config_of
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.checkpoints import compute_with
+from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
 from tests.support.refusals import hardest
-from tests.support.small_models import folder
 from tests.support.twins import changed, torch_ops
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -27,8 +26,8 @@ NUM_SLOTS, LENGTH = 6, 80
 Answers = tuple[torch.Tensor, torch.Tensor]
 
 
-# How much farther from float32 than a CPU's bfloat16 a GPU's may be. Where experts are chosen, the same rounding in another
-# order is up to a third farther; the mistakes below are 3 to 120 times as far.
+# A GPU's bfloat16 may be this much farther from float32 than a CPU's. Where experts are chosen, the same rounding in
+# another order is up to a third farther; the mistakes below are 3 to 120 times as far.
 NEARNESS = 2.0
 
 
@@ -42,8 +41,8 @@ def check_beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path, device: Devi
 
 
 def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, Answers]:
-    """On a CPU: float32 from weights that bfloat16 can hold, so that it is the arithmetic that is compared; and bfloat16
-    by the kernels' twins, which round after every operation. The CPU's own kernels round less: up to three times nearer."""
+    """Return a CPU's answers in float32 and in bfloat16. The weights are numbers that bfloat16 can hold, so that only the
+    arithmetic differs; the kernels' twins round after every operation, the CPU's own kernels up to three times less."""
     with monkeypatch.context() as patch:
         repeat = dummy._repeat_noise
         patch.setattr(dummy, "_repeat_noise", lambda period, shape: repeat(period.bfloat16().to(period.dtype), shape))
@@ -54,14 +53,13 @@ def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, 
 
 
 def error(got: Answers, exact: Answers) -> float:
-    """Norm of the difference / norm of what varies, of the prompt's log-probabilities or the vocabulary's, the larger."""
-    return max(
-        float((ours - theirs).norm() / (theirs - theirs.mean()).norm()) for ours, theirs in zip(got, exact, strict=True)
-    )
+    """Return the norm of the difference over that of the deviations; the larger one of prompt and vocabulary."""
+    pairs = zip(got, exact, strict=True)
+    return max(float((ours - theirs).norm() / (theirs - theirs.mean()).norm()) for ours, theirs in pairs)
 
 
 def answers(path: Path, device: Device, dtype: DType) -> Answers:
-    """Log-probabilities [299] of a prompt's own tokens, which comes in chunks, and [5, vocabulary] of what may follow.
+    """Return log-probabilities [299] of the tokens of a prompt, which comes in chunks, and [5, vocabulary] after it.
 
     Only one token may be sampled, so that the same text is continued everywhere."""
     config = ExecutorConfig(
@@ -75,11 +73,10 @@ def answers(path: Path, device: Device, dtype: DType) -> Answers:
     after: list[torch.Tensor] = []
     while len(after) < 5:
         result = driver.advance(sequence, chunk=130)
-        prompt += [found.values[0] for found in result.prompt_logprobs.get(0, [])]
-        if 0 in result.logprobs:
-            found = result.logprobs[0]
+        prompt += [each.values[0] for each in result.prompt_logprobs.get(0, [])]
+        for each in result.logprobs.values():
             values = torch.full((executor.info.vocab_size,), torch.nan)
-            after.append(values.index_copy(0, torch.tensor(found.ids[1:]), torch.tensor(found.values[1:])))
+            after.append(values.index_copy(0, torch.tensor(each.ids[1:]), torch.tensor(each.values[1:])))
     executor.close()
     return torch.tensor(prompt), torch.stack(after)
 
@@ -123,11 +120,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: D
         driver = Driver(executor)
         others = [driver.admit(prompt) for prompt in prompts[1 : 1 + count]]
         watched = driver.admit(prompts[0], Sampling(temperature=0.0, logprobs=-1))
-        values: list[tuple[float, ...]] = []
-        while len(values) < 5:
-            found = driver.advance(*others, watched, chunk=chunk).logprobs
-            values += [found[count].values] if count in found else []
-        seen.append(values)
+        seen.append(driver.trace(watched, *others, count=5, chunk=chunk))
     executor.close()
     assert seen[0] == seen[1] == seen[2]
 
@@ -138,7 +131,7 @@ def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     check_beside_a_cpu(monkeypatch, tmp_path, "cpu")
 
 
-# An operation, and what is in its place.
+# A mistake is an operation's name and a wrong function in its place.
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "attention is a tenth too sharp": (
         "paged_attention",
@@ -152,8 +145,8 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers, Answers]:
-    """A small model, and what a CPU makes of it in float32 and in bfloat16."""
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers, Answers]:
+    """Return a small model, and a CPU's answers in float32 and in bfloat16."""
     path = tmp_path_factory.mktemp("model")
     write(path, config_of("qwen3-0.6b", is_tiny=True) | SMALL)
     with pytest.MonkeyPatch.context() as patch:
@@ -162,23 +155,19 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers, Answ
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_gpu_that_computes_something_else_does_not_pass(
-    monkeypatch: pytest.MonkeyPatch, known: tuple[Path, Answers, Answers], mistake: str
+    monkeypatch: pytest.MonkeyPatch, small: tuple[Path, Answers, Answers], mistake: str
 ) -> None:
     """A CPU with plain operations, of which one is wrong, takes the GPU's place."""
-    path, exact, near = known
+    path, exact, near = small
     name, wrong = MISTAKES[mistake]
     compute_with(monkeypatch, changed(torch_ops, **{name: wrong}))
-    got = answers(path, "cpu", "bfloat16")
-    assert error(got, exact) > NEARNESS * error(near, exact)
+    assert error(answers(path, "cpu", "bfloat16"), exact) > NEARNESS * error(near, exact)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), GPU])
 def test_ten_thousand_steps_leave_nothing_behind(device: Device) -> None:
     """Requests of any length come and go, prompts in chunks beside answers, some with more than a draw."""
-    config = ExecutorConfig(
-        model=str(folder("qwen3")), device=device, dtype="float32", kv_cache_bytes=2**20, block_size=4, max_num_seqs=6
-    )
-    driver, rng = Driver(UniprocExecutor(config)), random.Random(0)
+    driver, rng = Driver(executor_of("qwen3", device=device, block_size=4, max_num_seqs=NUM_SLOTS)), random.Random(0)
     running: dict[int, tuple[Sequence, int]] = {}
 
     def step() -> None:
@@ -193,7 +182,7 @@ def test_ten_thousand_steps_leave_nothing_behind(device: Device) -> None:
                     logprobs=rng.choice([None, None, 3]),
                 )
                 sequence = Sequence(slot, prompt, len(prompt), sampling=sampling)
-                driver._announce(sequence)
+                driver.readmit(sequence)
                 running[slot] = sequence, rng.randint(1, LENGTH // 2)
         if running:
             driver.advance(*(sequence for sequence, _ in running.values()), chunk=rng.choice([1, 5, 100]))

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ, GPTQ and compressed-tensors: every weight is the numbers that were packed, whole, cut and repacked."""
+"""Checkpoints of AWQ, GPTQ and compressed-tensors: each weight has the values that were packed, whole, cut and repacked."""
 
 import json
 from pathlib import Path
@@ -51,8 +51,8 @@ def test_every_weight_is_the_numbers_that_were_packed(name: str) -> None:
 
 
 def test_a_part_cut_within_groups_has_the_numbers_of_the_whole() -> None:
-    codes, made = torch.randint(16, (3, 256), dtype=torch.uint8), torch.Generator().manual_seed(1)
-    scales = torch.rand(3, 2, generator=made).half()
+    codes = torch.randint(16, (3, 256), dtype=torch.uint8)
+    scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(1)).half()
     whole = Weight(Groups(4), codes, scales, torch.full((3, 2), 5, dtype=torch.uint8))
     numbers = whole.dequantize(CPU, torch.float32)
     for start, size, group in ((128, 128, 128), (64, 128, 64), (0, 160, 32), (16, 48, 16)):
@@ -118,8 +118,8 @@ def test_codes_in_panels_of_a_cpu_stand_for_the_same_numbers() -> None:
         checkpoint = open_checkpoint(folders(name)[0])
         part = checkpoint.read("model.layers.0.mlp.up_proj.weight")
         assert isinstance(part, Weight) and part.format.codes_for_cpu(part) is not None
-        made = CpuProduct([part], torch.float32).rows(torch.arange(part.shape[0]))
-        assert torch.equal(made, part.dequantize(CPU, torch.float32))
+        rows = CpuProduct([part], torch.float32).rows(torch.arange(part.shape[0]))
+        assert torch.equal(rows, part.dequantize(CPU, torch.float32))
     assert isinstance(part, Weight) and part.scales is not None
     wider = part._replace(scales=part.scales.float() + 1e-6)
     assert wider.format.codes_for_cpu(wider) is None, "in 16 bits scales would be others"
@@ -127,11 +127,11 @@ def test_codes_in_panels_of_a_cpu_stand_for_the_same_numbers() -> None:
 
 @needs_codes
 def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
-    """Codes and numbers; also when another's tensors have taken the place of a layer's own."""
-    made = [quantize(torch.randn(24, 128), CASES["gptq"], seed) for seed in (0, 1)]
-    layers: list[Linear] = [make_linear(made[0].numbers, None, torch_ops)]
-    numbers, parts = [made[0].numbers], []
-    for one in made:
+    """Some are codes and some numbers; the tensors of another expert may have replaced a layer's own."""
+    stored = [quantize(torch.randn(24, 128), CASES["gptq"], seed) for seed in (0, 1)]
+    layers: list[Linear] = [make_linear(stored[0].full, None, torch_ops)]
+    numbers, parts = [stored[0].full], []
+    for one in stored:
         part = Weight(Groups(4), one.codes, one.scales)
         parts.append(part)
         product = CpuProduct([part], torch.float32)
@@ -159,7 +159,7 @@ def test_several_schemes_in_one_file_go_by_the_tensors_shapes(tmp_path: Path) ->
     assert isinstance(open_checkpoint(path).read("model.layers.0.mlp.up_proj.weight"), Weight)
 
 
-def test_an_old_file_beside_config_json_says_as_much(tmp_path: Path) -> None:
+def test_an_old_quantize_config_beside_config_json_is_read(tmp_path: Path) -> None:
     path = copied(folders("gptq")[0], tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())["quantization_config"]
     edit_config(path, quantization_config=None)

@@ -42,14 +42,13 @@ class Order(msgspec.Struct, tag="order"):
 
 
 def main() -> int:
-    """A child that repeats how long its start was, and what it reads; then it waits, or ends with the code. Asked for HALF, it
-    stops within a message."""
+    """Report how long the start was, and the order; then wait, or end with its code. The order HALF stops in a message."""
     start, channel = begin(Order)
     reporter = Reporter(partial(send, channel))
     reporter.report(Order(str(len(start.text))))
-    said = receive(channel)
-    assert said is not None
-    order = msgspec.msgpack.decode(said, type=Order)
+    message = receive(channel)
+    assert message is not None
+    order = msgspec.msgpack.decode(message, type=Order)
     if order.text == HALF:
         os.write(channel.fileno(), struct.pack("!i", 1 << 20) + b"the first bytes")
         time.sleep(100)
@@ -63,7 +62,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[str | None]]]:
-    """A child with its start and its order, and what it reports."""
+    """Start a child with its start and its order; yield it and its reports."""
     child = start_child("tests.executor.test_process_life", "the child", Order(text))
     send(child.channel, order)
     channels = Channels(msgspec.msgpack.Decoder(Order))
@@ -83,7 +82,7 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
         channels.close()
 
 
-def test_a_child_that_stops_within_a_message_counts_as_gone_and_does_not_hold_its_parent_up(
+def test_a_child_that_stops_within_a_message_counts_as_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)

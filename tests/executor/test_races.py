@@ -1,4 +1,4 @@
-"""Whole models on a pretended GPU, which watches: nothing is out of the order that it has to be in; and the watcher itself.
+"""Whole models on a pretended GPU, which detects accesses that nothing puts into order; and the detector itself.
 
 The same worlds run on a real GPU, where only wrong tokens would show.
 """
@@ -19,7 +19,7 @@ from penstock.engine.grammar.matcher import Matcher
 from penstock.executor import outbox
 from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
+from penstock.executor.protocol import Sampling, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import SampledTokens, Sampler
 from penstock.executor.staging import send, send_list
@@ -28,6 +28,7 @@ from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_sampler import admit
+from tests.support.checkpoints import executor_of
 from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import CPU, GPU
 from tests.support.races import Race
@@ -38,26 +39,16 @@ from tests.support.twins import sampling as sampling_twin
 
 CASE = "qwen3"
 OPTION_DTYPES = (*[torch.float32] * 2, torch.int32, torch.float32, *[torch.int64] * 2)  # of `SamplingOps.choose`
-REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> UniprocExecutor:
-    """On a GPU; the made-up one, if there is something to patch."""
+    """Open a model on a GPU; on the pretended one, with parts of the start left out, if there is something to patch."""
     if monkeypatch is not None:
-        # It takes as long as a test, and nothing is in flight yet.
+        # The warm-up takes as long as a test, and nothing is in flight yet.
         monkeypatch.setattr("penstock.executor.ranks.rank_builder.warm_up", lambda *_: None)
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
-    config = ExecutorConfig(
-        model=str(folder(CASE)),
-        device="cuda",
-        dtype="float32",
-        kv_cache_bytes=2**17,
-        block_size=4,
-        max_num_seqs=6,
-        max_model_len=80,
-        **options,
-    )
-    return UniprocExecutor(config)
+    limits = {"kv_cache_bytes": 2**17, "block_size": 4, "max_num_seqs": 6, "max_model_len": 80}
+    return executor_of(CASE, device="cuda", **limits, **options)
 
 
 SAMPLINGS = cases(__file__, "samplings of a watched world", Sampling=Sampling)
@@ -114,7 +105,7 @@ class World(Simulation):
         super().__init__(executor, SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40))
 
     def live(self, num_steps: int) -> None:
-        """Prompts one after the other, of which the first comes again when it is on the host alone; then many at once."""
+        """Run prompts one after the other, the first once more when it is on the host alone; then many at once."""
         for number in range(4):
             self.submit(submit(f"first{number}", self._prompts[number % 3], 2, sampling=SAMPLINGS[0]))
             while self.scheduler.has_work():
@@ -147,8 +138,8 @@ class World(Simulation):
             if not request.finished or message.pooling or self.last(message.request_id).finish_reason == "abort":
                 continue
             self.counts["over"] += 1
-            found = self._table[slot, : len(tokens)].cpu().tolist()
-            assert found == tokens, f"{message.request_id} has other tokens on the device"
+            on_device = self._table[slot, : len(tokens)].cpu().tolist()
+            assert on_device == tokens, f"{message.request_id} has other tokens on the device"
             if message.sampling == SAMPLINGS[0] and request.matcher is None:
                 prompt, output = tokens[: request.num_prompt], tokens[request.num_prompt :]
                 assert output == greedy(CASE, prompt, len(output))[0]
@@ -169,7 +160,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(
     kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are finished by another thread, which may lag behind: this one waits for nothing that it does."""
+    """Another thread finishes the steps, and may lag behind: this one waits for nothing that the other one does."""
     is_mixed, options = KINDS[kind]
     folder(CASE)
     with PretendedGpu() as gpu:
@@ -227,9 +218,9 @@ FORGOTTEN = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", hardest(FORGOTTEN, "to wait for restores"))
-def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, forget, message = FORGOTTEN[what]
+@pytest.mark.parametrize("wait", hardest(FORGOTTEN, "to wait for restores"))
+def test_a_forgotten_wait_is_detected(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, forget, message = FORGOTTEN[wait]
     _, options = KINDS[kind]
     folder(CASE)
     with PretendedGpu() as gpu:
@@ -239,7 +230,7 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
             world.live(50)
 
 
-def test_whatever_requests_ask_for_goes_over_from_pinned_memory_and_the_host_goes_on(gpu: PretendedGpu) -> None:
+def test_options_of_requests_are_copied_from_pinned_memory_without_a_wait(gpu: PretendedGpu) -> None:
     sampler = Sampler(512, len(warmup.SAMPLINGS), GPU, sampling_twin)
     gpu.copies.clear()  # what was allocated once
     admitted = [admit(sampler, slot, sampling, [*range(7)], 4) for slot, sampling in enumerate(warmup.SAMPLINGS)]
@@ -257,11 +248,11 @@ def test_whatever_requests_ask_for_goes_over_from_pinned_memory_and_the_host_goe
     assert counts[2] - counts[1] > counts[1] - counts[0]
 
 
-def test_a_copy_from_ordinary_memory_would_be_seen_and_on_a_cpu_nothing_is_copied(gpu: PretendedGpu) -> None:
+def test_a_copy_from_ordinary_memory_is_detected_and_a_cpu_copies_nothing(gpu: PretendedGpu) -> None:
     send_list([1, 2], torch.int64, GPU)
     torch.tensor([1, 2]).to(GPU, non_blocking=True)
     torch.tensor([1, 2]).pin_memory().to(GPU)
     assert gpu.copies == [True, False, False]
-    given = np.arange(3)
-    assert send(given, CPU).data_ptr() == given.ctypes.data
+    array = np.arange(3)
+    assert send(array, CPU).data_ptr() == array.ctypes.data
     assert send_list([1, 2], torch.int64, CPU).tolist() == [1, 2] and len(gpu.copies) == 3

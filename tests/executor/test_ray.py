@@ -48,8 +48,8 @@ def driver_of(cluster: Program, *before: str) -> Program:
 
 @pytest.fixture(scope="module")
 def driver(cluster: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """One for many runs: each would import torch and Ray, and so do the actors. Its folder has files with names of
-    libraries, which are not to be imported."""
+    """Start one driver for many runs, as each driver imports torch and Ray. Its folder has a file with the name of a
+    library, which must not be imported."""
     here = tmp_path_factory.mktemp("downloaded")
     (here / "zmq.py").write_text("raise SystemExit('imported')")
     driver = driver_of(cluster, "env", f"--chdir={here}")
@@ -72,7 +72,7 @@ def test_two_nodes_give_the_tokens_of_one_process_and_end_when_asked(driver: Pro
 
 
 @pytest.mark.slow
-def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(driver: Program) -> None:
+def test_more_ranks_than_the_cluster_holds_are_refused_with_both_numbers(driver: Program) -> None:
     error = run(driver, ranks=4, place_timeout_s=2.0)["error"]
     assert "tensor_parallel_size: 4 given; every rank needs one CPU, and the Ray cluster has 2" in error
 
@@ -147,7 +147,7 @@ def test_a_rank_that_reports_can_be_sent_to() -> None:
 
 @contextlib.contextmanager
 def late_way_to(address: str, delay_s: float) -> Iterator[str]:
-    """A port whose one connection leads there, but moves no byte at first."""
+    """Open a port whose one connection leads to an address, but moves no byte at first."""
     host, port = address.removeprefix("tcp://").split(":")
 
     def lead() -> None:

@@ -61,7 +61,7 @@ def drop_network() -> None:
 
 @pytest.fixture(scope="module")
 def cluster(network: None) -> Iterator[str]:
-    """Two nodes with a core each; the address of the first."""
+    """Start two nodes with a core each; yield the address of the first."""
     address = f"{SPACES[FIRST]}:{PORT}"
     ray = str(Path(sys.executable).with_name("ray"))
     # Ray's sockets have to fit into 107 characters.
@@ -90,7 +90,7 @@ def cluster(network: None) -> Iterator[str]:
 
 
 def node(space: str, command: list[str]) -> "subprocess.Popen[str]":
-    """A started Ray node."""
+    """Start a Ray node."""
     process = subprocess.Popen(
         ["ip", "netns", "exec", space, *command],
         stdout=subprocess.PIPE,
@@ -100,19 +100,19 @@ def node(space: str, command: list[str]) -> "subprocess.Popen[str]":
         start_new_session=True,
     )
     assert process.stdout is not None
-    said: list[str] = []
+    log: list[str] = []
     while "--block" not in (line := process.stdout.readline()):
-        said.append(line)
+        log.append(line)
         if not line:
             process.wait()
             process.stdout.close()
-            raise AssertionError("ray has not started:\n" + "".join(said))
+            raise AssertionError("ray has not started:\n" + "".join(log))
     return process
 
 
 @pytest.fixture
 def driver(cluster: str) -> Iterator[Program]:
-    """The executor's program on the first node."""
+    """Start the executor's program on the first node."""
     before = ["ip", "netns", "exec", FIRST]
     program = Program(SUPPORT / "ray_driver.py", str(folder("llama")), before=before, RAY_ADDRESS=cluster, **TOKEN)
     yield program

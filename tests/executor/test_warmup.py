@@ -1,4 +1,4 @@
-"""The steps before the first request: what they are, and that nothing is left of them but what they were for."""
+"""The steps before the first request: their sizes, their log lines, and that they leave nothing behind but compiled kernels."""
 
 import gc
 import inspect
@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from penstock.executor.kernels.cuda import tiles
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.protocol import ExecutorError, Sampling
 from penstock.executor.ranks.runner_factory import RunnerFactory
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
+from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
 from tests.support.refusals import cases
-from tests.support.small_models import folder
 
 SAMPLINGS = [
     Sampling(temperature=0.0, repetition_penalty=1.3, logprobs=2),
@@ -28,9 +28,8 @@ SAMPLINGS = [
 
 
 def open_warm(lines: list[str] | None = None, **options: Any) -> UniprocExecutor:
-    given: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
-    config = ExecutorConfig(model=str(folder("qwen3")), **(given | options))
-    return UniprocExecutor(config, (lines if lines is not None else []).append)
+    limits = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3, **options}
+    return UniprocExecutor(config_of("qwen3", **limits), (lines if lines is not None else []).append)
 
 
 @pytest.mark.parametrize("limits", [(1, 1, 1), (1, 1, 50), (1, 64, 3), (5, 64, 3), (7, 3, 50), (256, 2048, 4096)])
@@ -74,20 +73,20 @@ def test_sizes_meet_every_choice_of_tiles(stride: int) -> None:
         for rest in itertools.product(*(VALUES[other] for other in parameters[1:])):
             chosen: dict[int, object] = {}  # by size: most are asked for several times
             for per_row in (1, 2, 4, 6, 8):
-                found: set[object] = set()
+                choices: set[object] = set()
                 for first, limit in itertools.pairwise((0, *LIMITS)):
                     for count in (count for count in tokens if first < count <= limit):
                         size = per_row * count
                         if size not in chosen:
                             chosen[size] = choice(size, *rest)
-                        found.add(chosen[size])
-                    assert {chosen[size * per_row] for size in tiles.sizes(limit)} == found, (name, rest, per_row)
+                        choices.add(chosen[size])
+                    assert {chosen[size * per_row] for size in tiles.sizes(limit)} == choices, (name, rest, per_row)
     assert "expert_tile" in checked and "coded_tile" in checked
 
 
 def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
-    found = []
+    answers = []
     for is_warm in (False, True):
         with monkeypatch.context() as patch:
             if not is_warm:
@@ -95,19 +94,19 @@ def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch
             driver = Driver(open_warm())
         sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, SAMPLINGS, strict=True)]
         results = [driver.advance(*sequences, chunk=5) for _ in range(6)]
-        found.append([(r.tokens, r.logprobs, r.prompt_logprobs, r.errors) for r in results])
-    assert found[0] == found[1]
+        answers.append([(r.tokens, r.logprobs, r.prompt_logprobs, r.errors) for r in results])
+    assert answers[0] == answers[1]
 
 
 def test_nothing_is_left_of_what_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is the cache's. Graphs are captured with rows that are padding: these write to block 0."""
+    """The memory of the warm-up is the cache's. Graphs are captured with rows that are padding: these write to block 0."""
     pretend_a_gpu(monkeypatch, Recorder)
     opened: list[weakref.ref[ModelRunner]] = []
     open_runner = RunnerFactory.open
 
-    def note(*given: Any) -> ModelRunner:
-        opened.append(weakref.ref(made := open_runner(*given)))
-        return made
+    def note(*arguments: Any) -> ModelRunner:
+        opened.append(weakref.ref(runner := open_runner(*arguments)))
+        return runner
 
     monkeypatch.setattr(RunnerFactory, "open", note)
     executor = open_warm()
@@ -116,24 +115,17 @@ def test_nothing_is_left_of_what_was_warmed_up(monkeypatch: pytest.MonkeyPatch) 
     assert not executor._rank.kv[1:].any()
 
 
-def test_the_start_says_what_it_is_at_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_logs_its_progress_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
     lines: list[str] = []
     open_warm(lines)
     total = len(plan_steps(3, 2048, 256))
-    said = [line for line in lines if "Warm" in line or "raph" in line or "Kernels" in line]
-    assert said[0].startswith("Warming up")
-    assert said[1].startswith("Warmed up by ") and said[4] == f"Warmed up by {total} of {total} steps"
-    assert said[5].startswith("Kernels compiled and run in ") and said[5].endswith(" s")
-    assert said[-2] == "Captured the graphs of 3 of 3 sizes of steps"
-    assert said[-1].startswith("Graphs captured in ") and said[-1].endswith("; they take 0 MiB")
-
-
-def test_without_graphs_kernels_are_warmed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_gpu(monkeypatch, lambda: pytest.fail("a graph that was not asked for"))
-    lines: list[str] = []
-    open_warm(lines, enforce_eager=True)
-    assert any(line.startswith("Kernels compiled") for line in lines)
+    log = [line for line in lines if "Warm" in line or "raph" in line or "Kernels" in line]
+    assert log[0].startswith("Warming up")
+    assert log[1].startswith("Warmed up by ") and log[4] == f"Warmed up by {total} of {total} steps"
+    assert log[5].startswith("Kernels compiled and run in ") and log[5].endswith(" s")
+    assert log[-2] == "Captured the graphs of 3 of 3 sizes of steps"
+    assert log[-1].startswith("Graphs captured in ") and log[-1].endswith("; they take 0 MiB")
 
 
 def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +154,7 @@ def test_a_step_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.Monkey
         open_warm()
 
 
-def test_a_model_whose_logits_are_not_finite_starts_and_says_so_to_those_who_ask(
+def test_a_model_whose_logits_are_not_finite_starts_and_fails_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_a_gpu(monkeypatch, Recorder)

@@ -20,7 +20,7 @@ SMAPS = Path("/proc/self/smaps")
 
 
 def mapping_of(address: int) -> tuple[str, set[str]]:
-    """Its permissions and flags."""
+    """Return the permissions and flags of the mapping at an address."""
     found = ""
     for line in SMAPS.read_text().splitlines():
         words = line.split()
@@ -35,7 +35,7 @@ def mapping_of(address: int) -> tuple[str, set[str]]:
 @pytest.mark.skipif(not SMAPS.exists(), reason="no /proc")
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 @pytest.mark.skipif(levels()[-1] == "portable", reason="torch computes such weights")
-def test_what_every_step_reads_is_in_private_memory_for_which_huge_pages_were_asked() -> None:
+def test_weights_and_cache_are_in_private_memory_advised_to_have_huge_pages() -> None:
     weight, _ = coded(np.random.default_rng(0), (64, 512), "Q4_1")
     tensors = [
         CpuProduct([weight], torch.float32).weights[0].codes,

@@ -1,4 +1,4 @@
-"""Opens executors over small models, edits copies of checkpoints, and takes down how these are refused."""
+"""Opens executors over small models, edits copies of checkpoints, and returns the messages of refused ones."""
 
 import json
 import random
@@ -78,11 +78,11 @@ def edit_weights(path: Path, changes: Mapping[str, torch.Tensor | None], file: s
     save_file(kept, path / file, metadata={"format": "pt"})
 
 
-def tensor_of(given: Any) -> torch.Tensor | None:
+def tensor_of(row: Any) -> torch.Tensor | None:
     """Return the tensor that a row of refused.json gives as its dtype, its shape, and one number or all of them."""
-    if given is None:
+    if row is None:
         return None
-    dtype, shape, numbers = given
+    dtype, shape, numbers = row
     return torch.empty(shape).copy_(torch.tensor(numbers)).to(getattr(torch, dtype))
 
 

@@ -40,7 +40,7 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: str, deviatio
 
 
 def coded(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> tuple[Weight, torch.Tensor]:
-    """A weight and its values [rows, columns] in float64."""
+    """Return a weight and its values [rows, columns] in float64."""
     rows = packed(rng, shape, kind)
     values = gguf.quants.dequantize(rows, GGMLQuantizationType[kind]).astype(np.float64)
     return Weight(Ggml(CODE_TYPES[kind]), torch.from_numpy(rows), name="a weight"), torch.from_numpy(values)

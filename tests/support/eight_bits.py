@@ -12,7 +12,7 @@ QUANTIZATION = {
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight bits [N, K], and by what each block of 128 × 128 is to be multiplied."""
+    """Return eight bits [N, K] and the scale of each block of 128 × 128."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     for i in range(scales.shape[0]):

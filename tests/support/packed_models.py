@@ -1,5 +1,5 @@
 """Small models whose projections are codes, as AWQ, GPTQ, compressed-tensors and DeepSeek's eight bits store them, and the
-same models in full: one for us, one for the oracle. The layouts are written here by themselves, a code at a time."""
+same models in full, for the oracle. The layouts are written here independently, a code at a time."""
 
 import json
 import re
@@ -61,25 +61,25 @@ CASES = {
 BLOCKS = {name: Case("blocks", model=name) for name in small_models.BLOCKS}
 
 
-class Made(NamedTuple):
+class Quantized(NamedTuple):
     codes: Tensor  # uint8 or float8 [N, K]
     scales: Tensor  # [N, groups]
     zeros: Tensor  # int64 [N, groups]
     g_idx: Tensor  # [K]
-    numbers: Tensor  # float32 [N, K]
+    full: Tensor  # float32 [N, K]
 
 
-def quantize(weight: Tensor, case: Case, seed: int = 0) -> Made:
+def quantize(weight: Tensor, case: Case, seed: int = 0) -> Quantized:
     """Round each number of a weight [N, K] to the nearest that the layout can store."""
     if case.layout == "blocks":
         values, scales = eight_bits.quantize(weight)
-        return Made(values, scales, torch.zeros(0), torch.zeros(0), eight_bits.dequantize(values, scales))
+        return Quantized(values, scales, torch.zeros(0), torch.zeros(0), eight_bits.dequantize(values, scales))
     (rows, columns), most = weight.shape, (1 << case.bits) - 1
     if case.layout == "floats":
         top = weight.abs().amax(1, keepdim=True) if case.group else weight.abs().amax().expand(rows, 1)
         scales = (top / 448).to(case.scales)
         floats = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return Made(floats, scales, torch.zeros(0), torch.zeros(0), floats.float() * scales.float())
+        return Quantized(floats, scales, torch.zeros(0), torch.zeros(0), floats.float() * scales.float())
     group = columns if case.group == -1 else case.group
     g_idx = torch.arange(columns) // group
     if case.is_ordered:
@@ -95,7 +95,7 @@ def quantize(weight: Tensor, case: Case, seed: int = 0) -> Made:
         zeros = (-low / scales.float()).round().clamp(1, most).long()
     by, zero = scales.float()[:, g_idx], zeros[:, g_idx]
     codes = (weight / by + zero).round().clamp(0, most)
-    return Made(codes.to(torch.uint8), scales, zeros, g_idx, (codes - zero) * by)
+    return Quantized(codes.to(torch.uint8), scales, zeros, g_idx, (codes - zero) * by)
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
@@ -107,34 +107,34 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return (packed - (packed >> 31 << 32)).int()
 
 
-def stored(name: str, made: Made, case: Case) -> dict[str, Tensor]:
-    """The tensors of a layer, by its name."""
-    codes, bits, middle = made.codes, case.bits, 1 << case.bits - 1
+def stored(name: str, weight: Quantized, case: Case) -> dict[str, Tensor]:
+    """Return the tensors of a layer, by its name."""
+    codes, bits, middle = weight.codes, case.bits, 1 << case.bits - 1
     parts: dict[str, Tensor]
     if case.layout == "blocks":
-        parts = {"weight": codes, "weight_scale_inv": made.scales}
+        parts = {"weight": codes, "weight_scale_inv": weight.scales}
     elif case.layout == "awq":
         places = [8 * (index // 8) + AWQ_ORDER[index % 8] for index in range(len(codes))]
-        zeros = words(made.zeros[places].t(), 4)
-        parts = {"qweight": words(codes[places].t(), 4), "qzeros": zeros, "scales": made.scales.t()}
+        zeros = words(weight.zeros[places].t(), 4)
+        parts = {"qweight": words(codes[places].t(), 4), "qzeros": zeros, "scales": weight.scales.t()}
     elif case.layout.startswith("gptq"):
-        zeros = words(made.zeros.t() - int(case.layout == "gptq"), bits)
-        parts = {"qweight": words(codes, bits).t(), "qzeros": zeros, "scales": made.scales.t()}
-        parts |= {"g_idx": made.g_idx.int(), "bias": torch.zeros(len(codes))}
+        zeros = words(weight.zeros.t() - int(case.layout == "gptq"), bits)
+        parts = {"qweight": words(codes, bits).t(), "qzeros": zeros, "scales": weight.scales.t()}
+        parts |= {"g_idx": weight.g_idx.int(), "bias": torch.zeros(len(codes))}
     else:
-        parts = {"weight_scale": made.scales}
+        parts = {"weight_scale": weight.scales}
         if case.layout == "packed":
             parts |= {"weight_packed": words(codes, bits), "weight_shape": torch.tensor(codes.shape)}
-            parts |= {"weight_g_idx": made.g_idx.int()} if case.is_ordered else {}
+            parts |= {"weight_g_idx": weight.g_idx.int()} if case.is_ordered else {}
             if not case.is_symmetric:
-                parts["weight_zero_point"] = words(made.zeros.t(), bits).t()
+                parts["weight_zero_point"] = words(weight.zeros.t(), bits).t()
         elif case.layout == "bytes":
             parts["weight"] = (codes.short() - middle).to(torch.int8)
             if not case.is_symmetric:
-                parts["weight_zero_point"] = (made.zeros - middle).to(torch.int8)
+                parts["weight_zero_point"] = (weight.zeros - middle).to(torch.int8)
         else:
             parts["weight"] = codes
-            parts["weight_scale"] = made.scales if case.group else made.scales[0]
+            parts["weight_scale"] = weight.scales if case.group else weight.scales[0]
             parts["input_scale"] = torch.ones(1)
     return {f"{name}.{key}": part.contiguous() for key, part in parts.items()}
 
@@ -196,9 +196,9 @@ def folders(name: str) -> tuple[Path, Path]:
         layer = weight.removesuffix(".weight")
         # Projections of the same inputs may have the same order, and need not.
         seed = seeds.setdefault(layer.rsplit(".", 1)[0].replace("k_proj", ""), len(seeds))
-        made = quantize(tensors.pop(weight).float(), case, seed + ("k_proj" in layer))
-        numbers[weight] = made.numbers
-        tensors = stored(layer, made, case) | tensors
+        quantized = quantize(tensors.pop(weight).float(), case, seed + ("k_proj" in layer))
+        numbers[weight] = quantized.full
+        tensors = stored(layer, quantized, case) | tensors
     config = json.loads((narrow / "config.json").read_text())
     full.mkdir()
     (full / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""A GPU that is none: torch's calls to CUDA do on the CPU what they would do there, and every access is seen.
+"""A pretended GPU: torch's calls to CUDA run on the CPU, and every access to its memory is noted.
 
 Tensors of the device are torch's with another device's name on them; each operation runs on the CPU as soon as it is
 launched, so the numbers are always right. What is not done at once on a GPU is left to the clocks of
@@ -40,11 +40,11 @@ class Tracked(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, block: Block) -> "Tracked":
         with torch.inference_mode(False):  # some are made outside of it, and views are of the kind of what they show
-            made = torch.Tensor._make_wrapper_subclass(
+            tracked = torch.Tensor._make_wrapper_subclass(
                 cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
             )
-        made.inner, made.block = inner, block
-        return made
+        tracked.inner, tracked.block = inner, block
+        return tracked
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -259,12 +259,12 @@ class PretendedGpu(TorchDispatchMode):
             return plain
 
         op = Op(func, replaced(args, _plain), replaced(kwargs, _plain), [], [], [], here())
-        given, named = replaced(args, stand_in), replaced(kwargs, stand_in)
+        positional, named = replaced(args, stand_in), replaced(kwargs, stand_in)
         count = itertools.count()
         results = replaced(
-            func(*given, **named), lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op)
+            func(*positional, **named), lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op)
         )
-        if op.made or written or not isinstance(results, Tracked | list | tuple):  # else it is a view
+        if op.created or written or not isinstance(results, Tracked | list | tuple):  # else it is a view
             pick = PICKING.get(func.overloadpacket)
             for each in tracked:
                 which = pick if each is args[0] else None
@@ -291,25 +291,25 @@ class PretendedGpu(TorchDispatchMode):
             return result
         if 0 in result.stride():
             result = result.contiguous()
-        made = self._allocate(result)
+        tracked = self._allocate(result)
         if op.func.overloadpacket not in EMPTY:
-            made.inner.copy_(result)
-            op.made.append((index, made.inner))
-        return made
+            tracked.inner.copy_(result)
+            op.created.append((index, tracked.inner))
+        return tracked
 
     def _allocate(self, like: torch.Tensor) -> Tracked:
         graph, pool = self._graph or (None, self.stream.pool)
         block = pool.allocate(like.untyped_storage().nbytes())
         block.graph = graph
-        return Tracked(block.segment.place(block.start, like), block)
+        return Tracked(block.segment.view_at(block.start, like), block)
 
     def note(self, op: Op, actor: int) -> None:
-        number = self.races.access(actor, op.place)
+        number = self.races.access(actor, op.origin)
         for tensor, which in op.reads:
             self._touch(number, tensor, op, which, is_write=False)
         for tensor, which in op.writes:
             self._touch(number, tensor, op, which, is_write=True)
-        for _, tensor in op.made:
+        for _, tensor in op.created:
             self._touch(number, tensor, op, None, is_write=True)
 
     def _touch(self, number: int, tensor: torch.Tensor, op: Op | None, which: Any, is_write: bool) -> None:
@@ -334,15 +334,15 @@ class PretendedGpu(TorchDispatchMode):
         return self._count.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _pin(self, tensor: torch.Tensor) -> Tracked:
-        made = self._pinned_like(tensor)
-        made.inner.copy_(tensor)
-        self._touch(self.races.access(self.host, here()), made.inner, None, None, is_write=True)
-        return made
+        pinned = self._pinned_like(tensor)
+        pinned.inner.copy_(tensor)
+        self._touch(self.races.access(self.host, here()), pinned.inner, None, None, is_write=True)
+        return pinned
 
     def _pinned_like(self, tensor: torch.Tensor) -> Tracked:
         tensor = tensor.contiguous()
         block = self._pinned.allocate(tensor.untyped_storage().nbytes())
-        return Tracked(block.segment.place(block.start, tensor), block)
+        return Tracked(block.segment.view_at(block.start, tensor), block)
 
     def _bring(self, source: torch.Tensor, device: torch.device, is_async: bool) -> torch.Tensor:
         """`source.to(device)`"""
@@ -368,7 +368,7 @@ class PretendedGpu(TorchDispatchMode):
             self.stream.synchronize()
 
     def fetch(self, tensor: Tracked) -> torch.Tensor:
-        """For the host to look at."""
+        """Return the tensor for the host to read."""
         assert self._graph is None, "a graph cannot wait for the device"
         if tensor.is_cuda:
             self.stream.launch()
@@ -379,7 +379,7 @@ class PretendedGpu(TorchDispatchMode):
         return tensor.inner
 
     def touch_array(self, array: np.ndarray, is_write: bool) -> None:
-        """The host reads or writes memory that may be pinned."""
+        """Note that the host reads or writes memory that may be pinned."""
         address = array.__array_interface__["data"][0]
         memory = self.races.memory(address) if array.size else None
         if memory is not None:

@@ -43,8 +43,8 @@ class Segment:
         self.first = -self.bytes.data_ptr() % ROUND
         self.memory = races.watch(name, self.bytes.data_ptr() + self.first, size)
 
-    def place(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape at `start`."""
+    def view_at(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of this shape at `start`."""
         typed = self.bytes[self.first + start :][: like.untyped_storage().nbytes()].view(like.dtype)
         return typed.as_strided(like.shape, like.stride(), typed.storage_offset() + like.storage_offset())
 

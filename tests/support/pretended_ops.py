@@ -19,12 +19,12 @@ class Op(NamedTuple):
     kwargs: Any
     reads: list[tuple[torch.Tensor, Any]]  # and which of its elements, if not all: a function as in PICKING
     writes: list[tuple[torch.Tensor, Any]]
-    made: list[tuple[int, torch.Tensor]]  # new tensors: which result, and the memory that it has
-    place: Place
+    created: list[tuple[int, torch.Tensor]]  # new tensors: which result, and the memory that it has
+    origin: Place
 
     def repeat(self) -> None:
         results = [*leaves(self.func(*self.args, **self.kwargs))]
-        for index, target in self.made:
+        for index, target in self.created:
             target.copy_(results[index])
 
 

@@ -25,7 +25,7 @@ class Race(AssertionError):
 
 
 class Memory:
-    """Some bytes, and who was last there."""
+    """Some bytes, and the last accesses to them."""
 
     def __init__(self, name: str, base: int, size: int) -> None:
         self.name, self.base, self.end = name, base, base + size
@@ -55,7 +55,7 @@ class Races:
         return len(self._names) - 1
 
     def now(self, actor: int) -> Clock:
-        """All that has happened before what the actor does next."""
+        """Return the clock of all that has happened before the actor's next operation."""
         return self._clocks[actor].copy()
 
     def wait(self, actor: int, moment: Clock) -> None:
@@ -77,10 +77,10 @@ class Races:
         at = bisect.bisect(self._bases, address) - 1
         return self._memories[at] if at >= 0 and address < self._memories[at].end else None
 
-    def access(self, actor: int, place: Place) -> int:
-        """A number for what the actor does now, which may touch several pieces of memory."""
+    def access(self, actor: int, origin: Place) -> int:
+        """Return a number for the actor's next operation, which may touch several pieces of memory."""
         number = len(self._places)
-        self._places.append(place)
+        self._places.append(origin)
         if number == len(self._times):
             self._times = np.concatenate([self._times, np.zeros_like(self._times)])
             self._actors = np.concatenate([self._actors, np.zeros_like(self._actors)])
@@ -100,7 +100,7 @@ class Races:
         memory.writes[cells] = access
 
     def last_uses(self, memory: Memory, actors: Sequence[int]) -> Clock:
-        """When these actors were last there."""
+        """Return the clock of the last accesses of these actors."""
         moment = np.zeros(MAX_ACTORS, np.int64)
         for last in (memory.writes, *memory.reads.values()):
             used = np.unique(last)
@@ -126,21 +126,21 @@ class Races:
 
 
 def here() -> Place:
-    """The innermost lines of ours that are being run."""
-    found: list[tuple[CodeType, int]] = []
+    """Return the innermost lines of ours that are being run."""
+    lines: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < 4:
+    while frame is not None and len(lines) < 4:
         name = frame.f_code.co_filename
         if ("/penstock/" in name or "/tests/" in name) and not name.endswith(WATCHERS):
-            found.append((frame.f_code, frame.f_lineno))
+            lines.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(lines)
 
 
 def cells(
     memory: Memory, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> slice | np.ndarray:
-    """Which cells a strided piece of memory takes; strides in bytes."""
+    """Return the cells that a strided piece of memory takes; strides in bytes."""
     run, starts = itemsize, np.array([address - memory.base])
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1 or stride == 0:
@@ -153,7 +153,7 @@ def cells(
 
 
 def runs(starts: np.ndarray, size: int) -> slice | np.ndarray:
-    """The cells of runs of `size` bytes each."""
+    """Return the cells of runs of `size` bytes each."""
     if len(starts) == 1:
         return slice(int(starts[0]) // GRAIN, -(-(int(starts[0]) + size) // GRAIN))
     is_even = size % GRAIN == 0 and not (starts % GRAIN).any()

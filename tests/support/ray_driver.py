@@ -1,4 +1,4 @@
-"""A program that runs a model over a Ray cluster and says what happens, one line of JSON at a time.
+"""A program that runs a model over a Ray cluster and reports what happens, one line of JSON at a time.
 
 argv: the model's folder. Lines on standard input: arguments of `run`, which prints the ranks' processes and tokens, then
 goes on generating until the executor fails, and prints the failure; "enough", which ends it in peace.
@@ -17,8 +17,8 @@ from penstock.executor.ranks import ray_executor
 from tests.support.driver import Driver
 
 
-def say(**what: object) -> None:
-    print(json.dumps(what), flush=True)
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def run(model: str, num_ranks: int, place_timeout_s: float, can_kill: bool) -> None:
@@ -36,12 +36,12 @@ def run(model: str, num_ranks: int, place_timeout_s: float, can_kill: bool) -> N
     try:
         executor = ray_executor.open_ray(config)
     except ExecutorError as error:
-        say(error=str(error))
+        report(error=str(error))
         return
     driver = Driver(executor)
     first = driver.admit([5, 6, 7, 8, 9])
     driver.generate(first, count=12)
-    say(
+    report(
         tokens=first.output,
         pids=[worker.pid for worker in executor.worker_watch.workers],
         names=[worker.name for worker in executor.worker_watch.workers],
@@ -52,15 +52,15 @@ def run(model: str, num_ranks: int, place_timeout_s: float, can_kill: bool) -> N
             driver._next_slot = 1
             driver.free = list(range(20, executor.info.num_blocks))
         executor.close()
-        say(closed=True)
+        report(closed=True)
     except ExecutorError as error:
-        say(error=str(error))
+        report(error=str(error))
         executor.close()
 
 
 if __name__ == "__main__":
     kept: list[Any] = []  # actors end with their last reference too
-    asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     enough = threading.Event()
 
     def hear() -> None:
@@ -69,10 +69,10 @@ if __name__ == "__main__":
                 enough.set()
             else:
                 enough.clear()
-                asked.put(json.loads(line))
+                orders.put(json.loads(line))
         enough.set()
-        asked.put(None)
+        orders.put(None)
 
     threading.Thread(target=hear, daemon=True).start()
-    while (what := asked.get()) is not None:
-        run(sys.argv[1], **what)
+    while (arguments := orders.get()) is not None:
+        run(sys.argv[1], **arguments)

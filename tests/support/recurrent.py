@@ -15,7 +15,7 @@ PER_PAGE = 3
 
 @dataclass
 class Layer:
-    """What one layer of `heads` is made of and gets, for so many tokens; the convolution has `taps`."""
+    """One layer of `heads` and its inputs, for some tokens; the convolution has `taps`."""
 
     heads: DeltaHeads
     taps: int
@@ -53,7 +53,7 @@ class Layer:
         return -(-max(tail, 4 * self.heads.key_dim * self.heads.value_dim) // 64) * 64
 
     def part(self, tokens: torch.Tensor) -> "Layer":
-        """The layer, for some of the tokens."""
+        """Return the layer for some of the tokens."""
         return replace(self, inputs=DeltaInputs(*(each[tokens] for each in self.inputs)))
 
     def run(self, ops: Ops, states: StatePages, batch: ForwardBatch) -> torch.Tensor:

@@ -43,7 +43,7 @@ def config_of(name: str, fields: dict[str, Any]) -> Any:
 
 
 def random_model(name: str, fields: dict[str, Any]) -> Any:
-    """The model, float32; biases and norms are random too, so that none can be forgotten unnoticed."""
+    """Return the model in float32; biases and norms are random too, so that none can be forgotten unnoticed."""
     import transformers
 
     torch.manual_seed(7)
