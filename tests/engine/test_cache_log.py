@@ -31,28 +31,6 @@ def apply(known: set[bytes], updates: list[CacheUpdate], tier: str = "device") -
         known |= stored
 
 
-def test_whoever_applies_the_news_knows_the_pool_after_every_step() -> None:
-    for seed in range(3):
-        rng = random.Random(seed)
-        world = World(num_blocks=40)
-        log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)
-        known: set[bytes] = set()
-        for number in range(60):
-            if number == 20:
-                log.watch(True)
-            world.submit(random_request(rng, number, 50, 64))
-            for _ in range(rng.randint(0, 4)):
-                world.step()
-            if number == 40 and world.scheduler.reset_prefix_cache():
-                assert world.scheduler.pool.num_cached == 0
-            if number >= 20:
-                apply(known, log.updates())
-                assert known == {key[:8] for key in world.scheduler.pool.cached_keys()}
-        world.run()
-        apply(known, log.updates())
-        assert known == {key[:8] for key in world.scheduler.pool.cached_keys()} != set()
-
-
 def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Request, int]:
     """How many blocks of its prompt a router takes to be cached. (One more token, so that all of them may be found.)"""
     root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)

@@ -7,13 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.config import ConfigError, SpeculativeConfig
+from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.drafts import WINDOW, find_repeat
-from penstock.engine.engine_options import engine_config
 from penstock.executor.protocol import Sampling
-from tests.engine.test_tiers import tier_storm
-from tests.support.refusals import cases, table
-from tests.support.simulation import BLOCK_SIZE, World, alone, assert_reached, some_worlds, storm, submit
+from tests.support.refusals import cases
+from tests.support.simulation import BLOCK_SIZE, World, alone, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
 ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))
@@ -177,24 +175,3 @@ def test_drafts_of_a_step_are_bounded() -> None:
     while world.scheduler.has_work():
         most = max(most, sum(len(row.tokens) for row in world.run_step().rows))
     assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
-
-
-@pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(range(3, 7), 25)
-def test_random_worlds_with_drafts_keep_every_invariant_and_every_token(seeds: range) -> None:
-    runs = [storm(seed, 300, has_drafts=True) for seed in seeds]
-    runs += [tier_storm(seed, 150, has_drafts=True) for seed in seeds]
-    runs += [{"rejected": run["drafted"] - run["accepted"]} for run in runs]
-    wanted = {"accepted": 2000, "preempted": 300, "aborted": 300, "finished": 1000, "hits_host": 300, "hits": 700}
-    assert_reached(runs, wanted | {"rejected": 301}, len(seeds) / 25)
-
-
-@pytest.mark.parametrize(("given", "said"), table(__file__, "drafts"))
-def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        engine_config("anywhere", {"speculative_config": given})
-
-
-def test_a_single_sequence_leaves_no_rows_for_drafts() -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs: 1 given; speculative_config needs at least 2"):
-        engine_config("anywhere", {"speculative_config": {"method": "ngram"}, "max_num_seqs": 1})

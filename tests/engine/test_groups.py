@@ -4,10 +4,8 @@ import pytest
 
 from penstock.cache.keys import block_keys, namespace_root, page_key
 from penstock.executor.protocol import GroupInfo
-from tests.engine.test_tiers import tier_storm
 from tests.support.flaky_store import FlakyStore
-from tests.support.refusals import hardest
-from tests.support.simulation import BLOCK_SIZE, World, assert_reached, some_worlds, storm, submit
+from tests.support.simulation import BLOCK_SIZE, World, submit
 
 FULL = GroupInfo()
 WINDOW = GroupInfo("window", 2 * BLOCK_SIZE + 1)
@@ -153,21 +151,3 @@ SHAPES: list[tuple[GroupInfo, ...]] = [
     (FULL, WINDOW, GroupInfo("state", pages=5)),
     (WINDOW, STATE),
 ]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("has_drafts", hardest([False, True], True))
-@some_worlds(8, 24, thousands=2000)
-def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(seeds: range, has_drafts: bool) -> None:
-    wanted = {"preempted": 51, "aborted": 51, "hits": 251, "finished": 501, "accepted": 101 * has_drafts}
-    assert_reached(
-        (storm(seed, 200, has_drafts, SHAPES[seed % len(SHAPES)]) for seed in seeds), wanted, len(seeds) / 24
-    )
-
-
-@pytest.mark.timeout(900)
-@some_worlds(4, 48, thousands=2000)
-def test_random_worlds_of_several_groups_with_failing_tiers(seeds: range) -> None:
-    runs = (tier_storm(seed, 250, seed % 3 == 0, SHAPES[seed % len(SHAPES)]) for seed in seeds)
-    names = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_loads_disk")
-    assert_reached(runs, dict.fromkeys(names, 30), len(seeds) / 48)

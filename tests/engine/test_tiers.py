@@ -1,17 +1,14 @@
 """The scheduler with host and disk tiers over the oracle executor, whose output changes with any wrong KV byte; whether to
 load or to compute again, by the measured rates."""
 
-import random
-from collections.abc import Sequence
-
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.core.tier_stats import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
-from penstock.executor.protocol import GroupInfo, Step
+from penstock.executor.protocol import Step
 from penstock.executor.tiers import transfers
 from tests.support.flaky_store import FlakyStore
-from tests.support.simulation import BLOCK_SIZE, World, assert_reached, random_drafts, some_worlds, submit
+from tests.support.simulation import BLOCK_SIZE, World, submit
 
 PROMPT = list(range(20))  # five blocks
 
@@ -134,64 +131,6 @@ def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits(mo
     before = tiers.rates.loads["disk"].seconds(1)
     assert world.cached("slow", PROMPT) == 0
     assert tiers.index.counts["loads_disk"] > 0 and tiers.rates.loads["disk"].seconds(1) < before
-
-
-def tier_storm(
-    seed: int, num_steps: int, has_drafts: bool = False, groups: Sequence[GroupInfo] = (GroupInfo(),)
-) -> dict[str, int]:
-    """A random world under pressure with a store that does everything wrong that it may."""
-    rng = random.Random(seed)
-    chunk = rng.choice([8, 16, 64])
-    least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups)
-    store = FlakyStore(
-        seed=seed,
-        delay=rng.choice([0, 2, 12]),
-        refuses=rng.choice([0, 0, 0.3]),
-        fails_put=rng.choice([0, 0, 0.3]),
-        fails_load=rng.choice([0, 0.3]),
-        misses=rng.choice([0, 0.2]),
-        capacity=rng.choice([20, 100, 10**9]),
-    )
-    world = World(
-        num_blocks=least + rng.choice([1, 4, 14]),
-        max_in_flight=rng.choice([1, 2, 3]),
-        max_num_seqs=rng.choice([1, 3, 8]),
-        max_num_batched_tokens=chunk,
-        groups=groups,
-        num_host_blocks=rng.choice([2, 8, 16, 16, 40, 200]),
-        store=rng.choice([None, store, store, store]),
-        step_s=rng.choice([0.05, 1.0]),
-        drafts=random_drafts(rng) if has_drafts else None,
-    )
-    tiers = world.tiers
-    tiers._restores_per_step = rng.choice([1, 3, 100])
-
-    def disturb() -> None:
-        if rng.random() < (0.2 if store.is_stalled else 0.01):
-            store.is_stalled = not store.is_stalled
-        if rng.random() < 0.02:  # what is known about speed may send any request either way at any time
-            speed, tiers.rates.prefill.per_s = rng.choice([(None, None)] * 3 + [(1.0, 1e6), (1e6, 1.0)])
-            for rate in tiers.rates.loads.values():
-                rate.per_s = speed
-
-    # As was asked before: the device has often lost it by now.
-    counts = world.storm(rng, num_steps, f"seed {seed}", has_drafts, again=0.7, aborts=0.05, disturb=disturb)
-    store.is_stalled = False
-    world.settle()
-    assert tiers.index.host.num_free == tiers.index.host.num_usable
-    world.executor.close()
-    for name, value in {**tiers.counts, **tiers.index.counts}.items():
-        counts[name] = counts.get(name, 0) + value
-    return counts
-
-
-@pytest.mark.timeout(900)  # a busy machine takes several times as long
-@some_worlds(range(7, 14), 80, thousands=4000)
-def test_random_worlds_with_failing_tiers_keep_every_invariant_and_every_token(seeds: range) -> None:
-    often = ("preempted", "aborted", "finished", "hits_host", "restores", "saves", "stores", "evictions")
-    seldom = ("hits_disk", "loads_disk", "failed_loads_disk", "drops_disk", "drops_host_full")
-    wanted = dict.fromkeys(often, 100) | dict.fromkeys(seldom, 15)
-    assert_reached((tier_storm(seed, num_steps=250) for seed in seeds), wanted, len(seeds) / 80)
 
 
 def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:

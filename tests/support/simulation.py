@@ -5,14 +5,13 @@ tokens that it gets alone with an ample pool.
 """
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 import msgspec
 import numpy as np
-import pytest
 
 from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
@@ -45,7 +44,7 @@ class Simulation:
         self.executor = executor  # tests look into it
         self.outputs: dict[str, list[Output]] = {}
         self.scheduler = Scheduler(config, executor.info, lambda: self.now_s)
-        self.asked: Scheduler | EngineCore = self.scheduler  # what takes requests and aborts
+        self.target: Scheduler | EngineCore = self.scheduler  # what takes requests and aborts
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]
@@ -74,10 +73,10 @@ class Simulation:
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
-        self.asked.submit(message)
+        self.target.submit(message)
 
     def abort(self, request_id: str) -> None:
-        self.keep(self.asked.abort(request_id))
+        self.keep(self.target.abort(request_id))
 
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
@@ -192,54 +191,27 @@ class World(Simulation):
             self.submit(submit(f"churn{len(self.outputs)}", [30 + number] * 21, max_tokens=1))
             self.settle()
 
-    def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
-        """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
-        for name, message in messages.items():
-            last, tokens = self.last(name), self.tokens(name)
-            expected, embedding, prompt_logprobs = alone(message, self.vocab_size, self.max_model_len, self.groups)
-            if tokens:
-                assert self.outputs[name][0].prompt_logprobs == prompt_logprobs, f"{where}, request {name}"
-            if last.finish_reason == "abort":
-                counts["aborted"] += 1
-                assert tokens == expected[: len(tokens)], f"{where}, request {name}"
-            else:
-                counts["finished"] += 1
-                assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
+    def compare(self, message: Submit, weights: Sequence[str | None] = (None,)) -> dict[str, int]:
+        """Check that a request has ended with what it gets alone, or with the beginning of it if it was aborted.
 
-    def storm(
-        self,
-        rng: random.Random,
-        num_steps: int,
-        where: str,
-        repeats: bool = False,
-        again: float = 0.0,
-        aborts: float = 0.03,
-        disturb: Callable[[], None] = lambda: None,
-    ) -> dict[str, int]:
-        """Run random requests and aborts for that many steps, then what is left, and compare all answers.
-
-        A share of the requests, `again`, are earlier ones once more. `disturb` is called before each step.
-        """
-        messages: dict[str, Submit] = {}
-        counts = {"steps": 0, "finished": 0, "aborted": 0}
-        while counts["steps"] < num_steps or self.scheduler.has_work():
-            if counts["steps"] < num_steps and rng.random() < 0.3 and len(self.scheduler.waiting) < 20:
-                message = random_request(rng, len(messages), self.vocab_size, self.max_model_len, repeats)
-                if again and messages and rng.random() < again:
-                    known = rng.choice(list(messages.values()))
-                    message = msgspec.structs.replace(known, request_id=message.request_id)
-                messages[message.request_id] = message
-                self.submit(message)
-            if messages and rng.random() < aborts:
-                self.abort(rng.choice(list(messages)[-20:]))
-            disturb()
-            self.step()
-            counts["steps"] += 1
-        self.compare(messages, counts, where)
-        stats = self.scheduler.stats()
-        assert stats.num_used_blocks == 0
-        counts |= {"preempted": stats.num_preemptions, "hits": stats.prefix_hits}
-        return counts | {"drafted": stats.draft_tokens, "accepted": stats.accepted_tokens}
+        `weights` are the folders of the versions, each of which computes the tokens that name it. Return what happened."""
+        name, last = message.request_id, self.last(message.request_id)
+        num_tokens = 0
+        for version, outputs in groupby(self.outputs[name], lambda output: output.weights_version):
+            tokens = [token for output in outputs for token in output.tokens]
+            begun = message.tokens + np.array(self.tokens(name)[:num_tokens], "<i4").tobytes()
+            rest = msgspec.structs.replace(message, tokens=begun, max_tokens=message.max_tokens - num_tokens)
+            expected, embedding, prompt_logprobs = alone(
+                rest, self.vocab_size, self.max_model_len, self.groups, weights[version]
+            )
+            assert tokens == expected[: len(tokens)], f"request {name}, from token {num_tokens} on"
+            if num_tokens == 0 and (tokens or last.finish_reason != "abort"):
+                assert self.outputs[name][0].prompt_logprobs == prompt_logprobs, f"request {name}"
+            num_tokens += len(tokens)
+        if last.finish_reason == "abort":
+            return {"aborted": 1}
+        assert tokens == expected and last.embedding == embedding, f"request {name}"
+        return {"finished": 1, "recomputed": int(last.weights_version != self.outputs[name][0].weights_version)}
 
 
 @dataclass
@@ -252,12 +224,21 @@ class CoreRig(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.core = self.asked = EngineCore(self.config, self.executor, self.compiler, clock=lambda: self.now_s)
+        self.core = self.target = EngineCore(self.config, self.executor, self.compiler, clock=lambda: self.now_s)
         self.scheduler = self.core.scheduler
+        submit_step = self.executor.submit
+
+        def submit_checked(step: Step) -> None:
+            self.scheduler.check()
+            submit_step(step)
+
+        self.executor.submit = submit_checked
 
     def step(self, check: bool = True) -> None:
+        self.now_s += self.step_s
         self.keep(*self.core.step())
         self.scheduler.check()
+        self.keep(*self.core.pauses.finish_pause())
 
     def run(self, check: bool = True, limit: int = 10_000) -> None:
         while self.core.has_work():
@@ -265,7 +246,11 @@ class CoreRig(World):
 
 
 def alone(
-    message: Submit, vocab_size: int = 50, max_model_len: int = 64, groups: Sequence[GroupInfo] = (GroupInfo(),)
+    message: Submit,
+    vocab_size: int = 50,
+    max_model_len: int = 64,
+    groups: Sequence[GroupInfo] = (GroupInfo(),),
+    weights: str | None = None,
 ) -> tuple[list[int], bytes | None, list[TokenLogprobs] | None]:
     """Return tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
     scheduler at all."""
@@ -276,59 +261,22 @@ def alone(
         kv_cache_bytes=(1 + sum(2 * group.pages or 1 for group in groups)) * max_model_len * 8,
         hf_overrides={"vocab_size": vocab_size, "groups": list(groups)},
     )
-    driver = Driver(OracleExecutor(config))
+    executor = OracleExecutor(config)
+    if weights is not None:
+        executor.update_weights(weights)
+    driver = Driver(executor)
     prompt = np.frombuffer(message.tokens, "<i4").tolist()
     sequence = driver.admit(prompt, message.sampling, message.pooling, message.adapter)
     result = driver.advance(sequence)
-    if message.pooling is not None:
-        return [], result.embeddings[0], None
     prompt_logprobs = result.prompt_logprobs.get(0) or None
+    if message.pooling is not None:
+        return [], result.embeddings[0], prompt_logprobs
     if message.max_tokens == 0:
         return [], None, prompt_logprobs
     most = min(message.max_tokens, max_model_len - len(prompt))
     while len(sequence.output) < most and sequence.tokens[-1] not in message.sampling.stop_ids:
         driver.advance(sequence)
     return sequence.output, None, prompt_logprobs
-
-
-def storm(
-    seed: int, num_steps: int, has_drafts: bool = False, groups: Sequence[GroupInfo] = (GroupInfo(),)
-) -> dict[str, int]:
-    """Run a random world under pressure; every finished request must have the tokens that it gets alone."""
-    rng = random.Random(seed)
-    chunk = rng.choice([8, 16, 64])
-    least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups) + 1
-    world = World(
-        num_blocks=least + rng.choice([0, 0, 3, 10, 100]),
-        max_in_flight=rng.choice([1, 2, 3]),
-        max_num_seqs=rng.choice([1, 3, 8]),
-        max_num_batched_tokens=chunk,
-        drafts=random_drafts(rng) if has_drafts else None,
-        groups=groups,
-    )
-    return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts)
-
-
-def some_worlds(fast: int | range, num_all: int, thousands: int = 0) -> pytest.MarkDecorator:
-    """Run a test over the first or some random worlds, over all of them in the slow suite, and over thousands in a soak."""
-    some = range(fast) if isinstance(fast, int) else fast
-    worlds = [some, pytest.param(range(num_all), marks=pytest.mark.slow)]
-    if thousands:
-        marks = pytest.mark.soak, pytest.mark.timeout(7200)
-        worlds.append(pytest.param(range(10_000, 10_000 + thousands), marks=marks))
-    return pytest.mark.parametrize("seeds", worlds, ids=["some", "all", "thousands"][: len(worlds)])
-
-
-def assert_reached(runs: Iterable[Mapping[str, int]], wanted: Mapping[str, int], share: float = 1.0) -> None:
-    """Check that random worlds did together what they are meant to test, each event that often.
-
-    A share of them must do half of their share, because seldom events fall unevenly."""
-    share = share / 2 if share < 1 else 1.0
-    total: Counter[str] = Counter()
-    for run in runs:
-        total.update(run)
-    seldom = {name: total[name] for name, least in wanted.items() if total[name] < least * share}
-    assert not seldom, seldom
 
 
 def random_drafts(rng: random.Random) -> SpeculativeConfig:
