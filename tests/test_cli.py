@@ -1,6 +1,5 @@
 """The command line: what a user sees of help, versions and mistakes. No torch is loaded for any of it."""
 
-import argparse
 import re
 import runpy
 import subprocess
@@ -14,11 +13,6 @@ import pytest
 from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.commands import serve
-from penstock.engine.config import ConfigError, SchedulerConfig
-from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config, option_names
-from penstock.engine.options import given_options, options_of, size_bytes
-from penstock.engine.vllm_options import IGNORED, WITH_VALUE
-from penstock.executor.protocol import ExecutorConfig
 from tests.support.refusals import table
 
 
@@ -33,7 +27,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process."""
+    """Return a function that runs a command line in this process."""
 
     def run(*words: str) -> Ended:
         try:
@@ -80,121 +74,14 @@ def test_the_help_of_serve_shows_common_options_and_all_if_it_is_asked_for_them(
     assert "--help=all" in common and "--kv-peer" in every and "--kv-peer" not in common
 
 
-@pytest.mark.parametrize(("arguments", "message"), table(__file__, "mistakes"))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [*table(__file__, "mistakes"), *table(__file__, "unknown options"), *table(__file__, "unreadable values")],
+)
 def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, run: Run) -> None:
     code, _, shown = run(*arguments)
-    assert code == 2 and message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [*table(__file__, "unknown options"), *table(__file__, "unreadable values")]
-)
-def test_an_unknown_option_and_an_unreadable_value_are_one_line_of_the_command(
-    arguments: list[str], message: str, run: Run
-) -> None:
-    code, _, shown = run(*arguments)
-    assert code == 2 and message in shown
-    assert shown.startswith(f"penstock {arguments[0]}") and shown.count("\n") == 1
-
-
-def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--disable-log-stats", "--seed", "3"]
-    args = parser.parse_args([*flags, "--dtype", "half", "--max-model-len", "2k", "--kv-cache-memory-bytes", "1GiB"])
-    given = {"seed": 3, "dtype": "float16", "max_model_len": 2000, "kv_cache_bytes": 2**30}
-    assert given_options(args, EngineOptions) == given
-    shown = capsys.readouterr().err
-    assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: code of" in shown
-
-
-def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    flags = ["--distributed-executor-backend", "mp", "--max-num-queued-reqs", "7", "--kv-cache-memory-bytes", "1GiB"]
-    flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-tp", "2"]
-    args = parser.parse_args([*flags, "--no-enforce-eager", "--device-memory-utilization", "0.5", "--no-enable-lora"])
-    given = {"executor": "multiproc", "max_queued_requests": 7, "enable_expert_parallel": True, "enable_eplb": False}
-    given |= {"enable_lora": False, "kv_cache_bytes": 2**30, "tensor_parallel_size": 2}
-    assert given_options(args, EngineOptions) == given | {"enforce_eager": False, "gpu_memory_utilization": 0.5}
-    assert (args.drain_timeout_s, args.log_level) == (5.0, "warning")
-    assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"
-
-
-def test_every_ignored_option_is_said_once_on_the_command_line_and_in_python(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    serve.add_arguments(parser)
-    for name in IGNORED:
-        flag = "--" + name.replace("_", "-")
-        parser.parse_args([flag, "some-value"] if name in WITH_VALUE else [flag])
-        shown = capsys.readouterr().err
-        assert shown.startswith(f"penstock: {flag}: without effect: ") and shown.count("\n") == 1
-        with pytest.warns(UserWarning, match=f"{name}: without effect") as warned:
-            engine_config("model", {name: True})
-        assert len(warned) == 1
-    assert not {*IGNORED} & option_names()
-
-
-@pytest.mark.parametrize(("text", "expected"), table(__file__, "sizes"))
-def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
-    assert size_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "1e9", "8Gi iB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        size_bytes(text)
-
-
-def test_only_options_that_were_given_reach_the_engine() -> None:
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    assert given_options(parser.parse_args([]), EngineOptions) == {}
-    args = parser.parse_args(["--no-enable-prefix-caching", "--kv-cache-memory-bytes", "1GiB", "--hf-overrides", "{}"])
-    assert given_options(args, EngineOptions) == {
-        "enable_prefix_caching": False,
-        "kv_cache_bytes": 2**30,
-        "hf_overrides": {},
-    }
-
-
-def test_all_that_an_engine_can_be_configured_with_is_an_option_and_the_help_knows_its_default() -> None:
-    executor, scheduler = ExecutorConfig(), SchedulerConfig()
-    fields = {*executor.__struct_fields__, *scheduler.__struct_fields__} - {"model", "kind"}
-    assert {*EngineOptions.__dataclass_fields__} - {"executor"} == fields
-    said = {
-        option.name: re.search(r"default: (\d[\d.]*)\)", option.flag.help or "") for option in options_of(EngineOptions)
-    }
-    named = {name: float(found[1]) for name, found in said.items() if found is not None}
-    assert len(named) >= 5
-    assert named == {name: getattr(scheduler, name, getattr(executor, name, None)) for name in named}
-
-
-@pytest.mark.parametrize("name", ["kv_cache_bytes", "kv_cache_memory_bytes"])
-def test_a_keyword_may_be_written_as_its_flag_is(name: str) -> None:
-    config = engine_config("model", {name: "2GiB", "max_model_len": "4k", "dtype": "half"})
-    assert config.executor.kv_cache_bytes == 2**31
-    assert (config.executor.max_model_len, config.executor.dtype) == (4000, "float16")
-    assert engine_config("model", {"max_model_len": "auto"}).executor.max_model_len is None
-
-
-def test_an_option_given_under_both_of_its_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="^kv_cache_memory_bytes: given beside kv_cache_bytes"):
-        engine_config("model", {"kv_cache_memory_bytes": 2**30, "kv_cache_bytes": 2**31})
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--kv-cache-bytes", "1GiB", "--kv-cache-memory-bytes", "2GiB"])
-    assert "--kv-cache-memory-bytes: not allowed with argument --kv-cache-bytes" in capsys.readouterr().err
-
-
-def test_an_objection_names_the_place_within_an_option_and_the_value_there() -> None:
-    with pytest.raises(ConfigError, match=r"^kv_peers\[1\]: 7 given; expected `str`"):
-        engine_config("model", {"kv_peers": ("127.0.0.1:1", 7)})
-    with pytest.raises(ConfigError, match=r"^speculative_config: 3 given; expected `object \| null`, got `int`"):
-        engine_config("model", {"speculative_config": 3})
+    assert code == 2 and message in shown and shown.count("\n") == 1
+    assert shown.startswith(("penstock: ", f"penstock {arguments[0]}"))
 
 
 def test_a_reader_that_leaves_costs_no_traceback() -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from penstock import RequestsFailed
 from penstock.engine.config import ConfigError
-from penstock.engine.engine_options import engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import Output, Submit
@@ -24,7 +23,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.oracle_engine import oracle_llm
 from tests.support.programs import printed
-from tests.support.refusals import cases, table
+from tests.support.refusals import table
 from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -156,17 +155,9 @@ def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
         llm.generate([[1]], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("option", "message"), table(__file__, "offline options", np=np))
-def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:
-    for model in (folder, folder / "missing"):  # before the model is looked for
-        with pytest.raises(ConfigError, match=message):
-            oracle_llm(model, **option)
-
-
-@pytest.mark.parametrize(("given", "said"), cases(__file__, "moving experts"))
-def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        engine_config("anywhere", {"eplb_config": given})
+def test_options_are_checked_before_the_model_is_looked_for(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_seqs: there is no such option"):
+        oracle_llm(folder / "missing", max_seqs=3)
 
 
 def test_threads_take_turns(llm: LLM) -> None:
