@@ -249,7 +249,7 @@ def test_a_peer_that_dies_with_reads_in_flight_fails_them_all_and_its_keys_are_g
             hear_all(peer)
             peer.changes()
             tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
-            until(lambda: len(liar.asked) > 0, "it is asked")
+            until(lambda: len(liar.requests) > 0, "it is asked")
         finally:
             liar.close()
         assert ended(peer, 40) == dict.fromkeys(tickets, False)

@@ -12,7 +12,7 @@ needs_model = pytest.mark.skipif(
 
 
 def default_file() -> Path:
-    """Of a test with the mark `needs_model`, or within its fixture."""
+    """Return the file; only tests with the mark `needs_model` and their fixtures may ask for it."""
     if _FOUND is None or _FOUND.origin is None:
         pytest.skip(needs_model.kwargs["reason"])
     (path,) = Path(_FOUND.origin).parent.rglob("*.gguf")

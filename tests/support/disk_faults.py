@@ -18,8 +18,8 @@ POINTS = ("open", "writev", "readv", "allocate", "truncate", "sync", "rename", "
 
 
 class Fault(NamedTuple):
-    """What happens at `points`: wait, for a time or until an event, then fail with `error`, or move only a part (`short`),
-    or flip a bit (`flip`)."""
+    """A fault at `points`: wait, for a time or until an event, then fail with `error`, or move only a part (`short`), or
+    flip a bit (`flip`)."""
 
     points: tuple[str, ...] = POINTS
     error: int = 0
@@ -43,7 +43,7 @@ class FaultyCalls(SystemCalls):
         self._lock = threading.Lock()
 
     def __getattribute__(self, name: str) -> Any:
-        """A system call that a fault only delays or fails."""
+        """Return a system call that a fault only delays or fails."""
         found = super().__getattribute__(name)
         if name not in POINTS or name in vars(FaultyCalls):
             return found
@@ -73,7 +73,7 @@ class FaultyCalls(SystemCalls):
         return count
 
     def _meet(self, point: str) -> Fault | None:
-        """The fault that strikes this call, if any; errors are raised here."""
+        """Return the fault that strikes this call, if any; raise its error."""
         with self._lock:
             number = self.num_calls
             self.num_calls += 1

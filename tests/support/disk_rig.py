@@ -55,7 +55,7 @@ class Rig:
         return buffer
 
     def wait(self, count: int = 1, timeout_s: float = 60.0) -> list[StoreResult]:
-        """The next `count` completions."""
+        """Return the next `count` completions."""
         ended: list[StoreResult] = []
         deadline_s = time.monotonic() + timeout_s
         while len(ended) < count:
@@ -76,7 +76,7 @@ class Rig:
         return stored
 
     def load(self, name: object) -> bytes | None:
-        """The payload, which is the right one; None for a miss."""
+        """Load the payload and check it; return None for a miss."""
         out = self.buffer()
         ticket = self.tier.start_load(key_of(name), out)
         if ticket is None:

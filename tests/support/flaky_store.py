@@ -36,7 +36,7 @@ class FlakyStore:
         self._rng = random.Random(self.seed)
         self._in_flight: list[list[Any]] = []  # [polls left, kind, ticket, key, buffer, ok]
         self._num_tickets = self._num_loads = 0
-        self._found: dict[bytes, None] = dict.fromkeys(self.data)
+        self._visible: dict[bytes, None] = dict.fromkeys(self.data)
         self._lost: dict[bytes, None] = {}
 
     def contains(self, key: bytes) -> bool:
@@ -84,8 +84,8 @@ class FlakyStore:
         return done
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        changes = list(self._found), list(self._lost)
-        self._found.clear()
+        changes = list(self._visible), list(self._lost)
+        self._visible.clear()
         self._lost.clear()
         return changes
 
@@ -102,10 +102,10 @@ class FlakyStore:
 
     def _insert(self, key: bytes, value: bytes) -> None:
         self.data[key] = value
-        self._found[key] = None
+        self._visible[key] = None
         self._lost.pop(key, None)
         while len(self.data) > self.capacity:
             oldest = next(iter(self.data))
             del self.data[oldest]
             self._lost[oldest] = None
-            self._found.pop(oldest, None)
+            self._visible.pop(oldest, None)

@@ -1,8 +1,8 @@
-"""Processes of the tests that are forked instead of started: what they import has been imported once.
+"""Processes of the tests that are forked instead of started, with modules that were imported once.
 
 A fork_server is a process without threads that has imported a module. It forks itself, and in the child the module's
-`main()` runs with the arguments, the environment and the file descriptors that were asked for. Importing torch is most
-of what a small rank costs. What is tested about starting and dying with a parent needs processes of the real kind.
+`main()` runs with the requested arguments, environment and file descriptors. Importing torch is most of the cost of a
+small rank. Tests of starting and dying with a parent need processes of the real kind.
 """
 
 import atexit
@@ -64,16 +64,16 @@ class ForkServer:
 
     def start(self, *arguments: str, fds: dict[int, int], runs: str = "") -> "Child":
         """`fds`: our descriptors, by the number that each has in the child. `runs`: another module than the imported one."""
-        asked = {"arguments": arguments, "environment": dict(os.environ), "numbers": list(fds), "runs": runs}
-        return Child(self, self._ask(asked, list(fds.values())))
+        request = {"arguments": arguments, "environment": dict(os.environ), "numbers": list(fds), "runs": runs}
+        return Child(self, self._ask(request, list(fds.values())))
 
     def reap(self, pid: int) -> int:
         """How the child ended that has ended, as `Popen` says it."""
         return self._ask({"reap": pid}, [])
 
-    def _ask(self, what: dict[str, Any], fds: list[int]) -> int:
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> int:
         with self._turn:
-            socket.send_fds(self._socket, [json.dumps(what).encode()], fds)
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             answer = self._socket.recv(64)
         assert answer, "the fork_server has died"
         return int(answer)
@@ -84,7 +84,7 @@ class ForkServer:
 
 
 class Child:
-    """A forked process, with what a `Popen` has."""
+    """A forked process, with the interface of `Popen`."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -133,15 +133,15 @@ def main() -> None:
         data, fds, _, _ = socket.recv_fds(ours, MAX_BYTES, MAX_FDS)
         if not data:
             break
-        asked = json.loads(data)
-        if "reap" in asked:
-            living.discard(asked["reap"])
-            answer = os.waitstatus_to_exitcode(os.waitpid(asked["reap"], 0)[1])
+        request = json.loads(data)
+        if "reap" in request:
+            living.discard(request["reap"])
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])
         else:
             answer = os.fork()
             if answer == 0:
                 ours.close()
-                grow_up(module, dict(zip(asked["numbers"], fds, strict=True)), asked)
+                grow_up(module, dict(zip(request["numbers"], fds, strict=True)), request)
             living.add(answer)
             for each in fds:
                 os.close(each)
@@ -151,7 +151,7 @@ def main() -> None:
         os.waitpid(pid, 0)
 
 
-def grow_up(module: Any, fds: dict[int, int], asked: dict[str, Any]) -> None:
+def grow_up(module: Any, fds: dict[int, int], request: dict[str, Any]) -> None:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -162,9 +162,9 @@ def grow_up(module: Any, fds: dict[int, int], asked: dict[str, Any]) -> None:
             os.dup2(fd, number)
             os.close(fd)
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.argv[1:] = asked["arguments"]
-        code = (importlib.import_module(asked["runs"]) if asked["runs"] else module).main()
+        os.environ.update(request["environment"])
+        sys.argv[1:] = request["arguments"]
+        code = (importlib.import_module(request["runs"]) if request["runs"] else module).main()
         sys.stdout.flush()
     except Exception:
         traceback.print_exc()

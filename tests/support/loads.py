@@ -20,7 +20,7 @@ SHAPES = [  # layers, experts, slots, ranks
 
 
 def skewed(kind: str, layers: int, experts: int, seed: int = 0, tokens: int = 1 << 20) -> NDArray[np.int64]:
-    """Counts of tokens over `zipf` or lognormal (`logn1`: sigma 1) popularity."""
+    """Return counts of tokens over `zipf` or lognormal (`logn1`: sigma 1) popularity."""
     rng = np.random.default_rng(seed)
     if kind == "zipf":
         popularity = np.stack([rng.permutation(1 / np.arange(1, experts + 1)) for _ in range(layers)])

@@ -255,7 +255,7 @@ class OracleExecutor:
         return table[index]
 
     def _check_states(self, rows: Sequence[Row]) -> None:
-        """Takes in the rows' pages. What one slot's rows write, no other's may touch: the order would be chance."""
+        """Take in the rows' pages. No other slot may touch the pages that a slot's rows write: the order would be chance."""
         if not self._num_pages:
             return
         touched: dict[int, int] = {}
@@ -322,7 +322,7 @@ def _allowed_ids(mask: np.ndarray, vocab_size: int) -> list[int]:
 
 
 class _Slot:
-    """What the executor keeps of the request in one slot."""
+    """The state of the request in one slot."""
 
     def __init__(self, admission: Admission, model: int, max_model_len: int, num_tables: int) -> None:
         self.tokens: list[int] = np.frombuffer(admission.tokens, dtype="<i4").tolist()
@@ -339,7 +339,7 @@ class _Slot:
         self.sampled: list[int] = []  # … and what it samples
 
     def begin(self, rows: list[Row]) -> None:
-        """The slot's rows of a step; what the last step got wrong is forgotten."""
+        """Take in the slot's rows of a step; forget the wrong drafts of the last step."""
         first, *others = rows
         if self.sampled:
             num_right = first.start - (len(self.tokens) - len(self.sampled))

@@ -1,4 +1,4 @@
-"""Both ends of the peer tier in one process, over loopback: what is given, and peers that do everything wrong."""
+"""Both ends of the peer tier in one process, over loopback, and peers that do everything wrong."""
 
 import contextlib
 import random
@@ -115,11 +115,11 @@ def opened(
     )
 
 
-def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait for what another thread does; the time is only there to end a broken test."""
+def until(is_so: Callable[[], bool], condition: str) -> None:
+    """Wait for another thread; the limit only ends a broken test."""
     ends_s = time.monotonic() + 60
     while not is_so():
-        assert time.monotonic() < ends_s, f"never: {what}"
+        assert time.monotonic() < ends_s, f"never: {condition}"
         time.sleep(0.002)
 
 
@@ -168,7 +168,7 @@ class LyingPeer:
         self._socket.linger = 0
         self._socket.bind("tcp://127.0.0.1:*")
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.asked: list[Get] = []
+        self.requests: list[Get] = []
         self.num_greetings = 0
         self.greets = True
         self._keys, self.answer = keys, answer
@@ -200,7 +200,7 @@ class LyingPeer:
                     self._send(client, Welcome())
                     self._send(client, KeyUpdate(b"".join(self._keys), b"", True))
             else:
-                self.asked.append(message)
+                self.requests.append(message)
                 self.answer(message, partial(self._send, client))
 
     def _send(self, client: bytes, message: object, *payload: bytes) -> None:

@@ -29,7 +29,7 @@ def printed(code: str, *arguments: object, flags: Sequence[str] = (), **environm
 
 
 class Program:
-    """What `python ARGUMENTS…` has to say: lines of text, or of JSON."""
+    """The process `python ARGUMENTS…`, whose output is lines of text, or of JSON."""
 
     def __init__(self, *arguments: str | Path, before: Sequence[str] = (), **environment: str) -> None:
         """`before`: the words of a command that runs it."""
@@ -44,7 +44,7 @@ class Program:
         )
 
     def line(self, mark: str) -> str:
-        """The next line that begins like this; Ray prints others in between."""
+        """Return the next line that begins like this; Ray prints others in between."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             if line.startswith(mark):
