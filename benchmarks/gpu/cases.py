@@ -16,6 +16,7 @@ from tests.support.twins.experts import fused_experts
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import (
     NO_NORMS,
+    UNGATED,
     Activation,
     Fp8Rows,
     HeadNorms,
@@ -31,7 +32,7 @@ from penstock.executor.kernels import (
 from penstock.executor.kernels.eight_bits import FP8_MAX, are_quantized
 from penstock.executor.kernels.gpu_formats import MXFP4, Packed
 from penstock.executor.kernels.state import OPTIONS, StateLayout
-from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
+from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS, Groups, half_of
 from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.moe_spec import MoeSpec
 
@@ -273,7 +274,7 @@ def rows(kit: Kit, name: str, num_rows: int, width: int, inner: int) -> Iterator
     yield Case(f"{name}norm", lambda kernels: kernels.ops.rms_norm(x, weight, 1e-6), None, norm_bytes)
     yield Case(f"{name}add and norm", lambda kernels: add(kernels)[0], None, 2 * norm_bytes)
     yield Case(f"{name}add", lambda kernels: add(kernels)[1], 0.0)
-    for activation in get_args(Activation):
+    for activation in [each for each in get_args(Activation) if each not in UNGATED]:
 
         def gate(kernels: Kernels, activation: Activation = activation) -> torch.Tensor:
             return kernels.ops.gate(gate_up, activation)
@@ -387,9 +388,7 @@ def mxfp4(kit: Kit, *shape: int) -> Weight:
     return Weight(MXFP4, kit.integers(256, *leading, depth // 2, dtype=torch.uint8), scales)
 
 
-def packed(
-    kit: Kit, *shape: int, bits: int = 4, group: int | None = 128, half: int = 64, below: MaybeDtype = None
-) -> Weight:
+def packed(kit: Kit, *shape: int, bits: int = 4, group: int | None = 128, below: MaybeDtype = None) -> Weight:
     """Return codes […, N, K] with a scale for each group; bits 0: numbers of eight bits; group None: a whole row. `below`
     is the zeros' dtype: uint8 for zero points, float16 for minima."""
     *leading, width, depth = shape
@@ -402,7 +401,8 @@ def packed(
     zeros = None if below is None else kit.integers(1 << bits, *scaling, dtype=torch.uint8)
     if below is torch.float16:
         zeros = kit.random(*scaling, scale=0.05, dtype=below)
-    return Weight(Packed(bits or 8, half), codes, scales, zeros)
+    half = half_of(Weight(Groups(bits or 8), torch.empty(1, depth), torch.empty(1, scaling[-2])))
+    return Weight(Packed(bits or 8, half or 0), codes, scales, zeros)
 
 
 def experts(
@@ -419,13 +419,14 @@ def experts(
     """Yield a layer of experts of which a rank has those from `held[0]` to `held[1]`; a hot expert fills some tiles."""
     num, top_k, width, inner = sizes
     first, end = held or (0, num)
-    up, down = (make(kit, end - first, *shape) for shape in ((2 * inner, width), (width, inner)))
+    opening = inner if activation in UNGATED else 2 * inner
+    up, down = (make(kit, end - first, *shape) for shape in ((opening, width), (width, inner)))
     hidden, added = kit.random(tokens, width), kit.random(tokens, width) if has_added else None
     favour = torch.rand(tokens, num, device=kit.device)
     favour[:, 0] += 0.5
     slots = favour.topk(top_k).indices.int()
     shares = torch.rand(tokens, top_k, device=kit.device)
-    biases = [kit.random(end - first, len_) if has_biases else None for len_ in (2 * inner, width)]
+    biases = [kit.random(end - first, len_) if has_biases else None for len_ in (opening, width)]
     is_wide = make is not blocks or not are_quantized(slots.numel(), end - first)
 
     def multiply(kernels: Kernels) -> torch.Tensor:

@@ -1,141 +1,28 @@
-"""The C kernels against their plain-torch twins, at every instruction level that this CPU has, and bit against bit
-against themselves: alone and in a batch, whole and in chunks, on one thread and on two."""
+"""The C kernels give the same bits alone and in a batch, whole and in chunks, on one thread and on two, at every instruction
+level that this CPU has. tests/executor/kernels/test_ops.py compares them with their plain-torch twins."""
 
-import copy
-import functools
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from penstock import _csrc
-from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, ScoreExtras, cpu_ops
+from penstock.executor.kernels import NO_EXTRAS, Ops, ScoreExtras, cpu_ops
 from penstock.executor.protocol import ExecutorError
-from tests.support.paged import Cache, attend, latent_step, random, rotated_step
+from tests.support.paged import Cache, attend, random
 from tests.support.programs import printed
 from tests.support.refusals import cases
-from tests.support.twins import torch_ops
-
-DTYPES = [torch.float32, torch.bfloat16]
-# bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+both_dtypes = pytest.mark.parametrize("dtype", cpu_ops.DTYPES, ids=["float32", "bfloat16"])
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
-
-
-@every_level
-@both_dtypes
-@pytest.mark.parametrize("width", [2, 8, 100, 576, 4096])
-def test_norms_equal_the_twin(level: str, dtype: torch.dtype, width: int) -> None:
-    ops = cpu_ops.make_ops(dtype, 64, 2, level)
-    weight = random(width, seed=3)
-    for rows in (0, 1, 5, 200):
-        x, residual = random(rows, 2 * width, dtype=dtype)[:, width:], random(rows, width, dtype=dtype, seed=1)
-        close(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
-        y, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-        expected_y, expected_total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
-        assert torch.equal(total, expected_total)
-        close(y, expected_y)
-
-
-@every_level
-@both_dtypes
-@pytest.mark.parametrize("activation", get_args(Activation))
-def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, activation: Activation) -> None:
-    ops = cpu_ops.make_ops(dtype, 64, 2, level)
-    for rows, width in ((0, 64), (1, 2), (7, 172), (130, 1536)):
-        gate_up = 10 * random(rows, 2 * width, dtype=dtype)
-        close(ops.gate(gate_up, activation), torch_ops.gate(gate_up, activation))
-        x, gate = gate_up.chunk(2, 1)
-        close(ops.apply_gate(x, gate), torch_ops.apply_gate(x, gate))
-
-
-@every_level
-@both_dtypes
-def test_activations_reach_their_limits_without_overflow(level: str, dtype: torch.dtype) -> None:
-    ops = cpu_ops.make_ops(dtype, 64, 1, level)
-    gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, float("nan")]], dtype=dtype)
-    gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    for activation in ("silu", "gelu_tanh"):
-        y = ops.gate(gate_up, activation)[0]
-        assert torch.equal(y[3:7], gate[0, 3:7])
-        assert y[:3].abs().max() < 1e-30
-        assert y[7].isnan()
-    bounded = ops.gate(gate_up, "clamped_swish")[0]
-    assert bounded[4:7].sub(14).abs().max() < 1e-3 and bounded[:3].abs().max() < 1e-30 and bounded[7].isnan()
-
-
-@every_level
-@both_dtypes
-@pytest.mark.parametrize(
-    ("dim", "rotated", "normed"), [(64, 64, False), (8, 8, True), (80, 32, False), (128, 128, True), (96, 0, False)]
-)
-def test_rope_writes_the_pages_like_the_twin(
-    level: str, dtype: torch.dtype, dim: int, rotated: int, normed: bool
-) -> None:
-    kernels, cpu = (cpu_ops.make_ops(dtype, dim, 2, level), torch_ops), torch.device("cpu")
-    results = [rotated_step(ops, dtype, cpu, (150, 6, 2, 16), dim, rotated, normed) for ops in kernels]
-    for actual, expected in zip(*results, strict=True):
-        close(actual, expected)
-
-
-@every_level
-@both_dtypes
-def test_latents_and_their_queries_equal_the_twin(level: str, dtype: torch.dtype) -> None:
-    kernels = (cpu_ops.make_ops(dtype, 56, 2, level), torch_ops)
-    results = [latent_step(ops, dtype, torch.device("cpu"), 0, False) for ops in kernels]
-    for actual, expected in zip(*results, strict=True):
-        close(actual, expected)
-
-
-ROWS = [(0, 1, 7), (1, 1, 300), (2, 1, 129), (3, 0, 40), (4, 7, 7), (5, 70, 333), (6, 128, 128), (7, 3, 260)]
-SHAPES = [(64, 9, 3, 16), (80, 4, 4, 8), (96, 8, 1, 32), (128, 8, 2, 64), (256, 3, 1, 16), (8, 4, 2, 16), (18, 3, 3, 8)]
-
-
-@functools.cache
-def attention_case(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[Cache, torch.Tensor]:
-    dim, q_heads, kv_heads, page = shape
-    contexts = [context for _, _, context in ROWS]
-    return Cache(contexts, kv_heads, dim, page, dtype), random(len(ROWS), 333, q_heads, dim, dtype=dtype, seed=9)
-
-
-@functools.cache
-def extras_of(q_heads: int) -> list[ScoreExtras]:
-    """Return sinks that take next to all of the weight, half of it and none; and a cap that scores come near to."""
-    sinks = torch.linspace(-3, 12, q_heads)
-    return [ScoreExtras(sinks=sinks), ScoreExtras(cap=0.7), ScoreExtras(cap=2.0, sinks=sinks)]
-
-
-@functools.cache
-def twins_answers(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> list[tuple[ScoreExtras, torch.Tensor]]:
-    """Compute in float32 from the very same values, so that only the kernel's own rounding is seen."""
-    cache, q = attention_case(dtype, shape)
-    wide = copy.copy(cache)
-    wide.k_pages, wide.v_pages = cache.k_pages.float(), cache.v_pages.float()
-    asked = [ScoreExtras(window=window) for window in (None, 1, 50)]
-    if shape in (SHAPES[0], SHAPES[2], SHAPES[5]):
-        asked += [each._replace(window=window) for window in (None, 50) for each in extras_of(shape[1])]
-    rows = [row for row in ROWS if row[1]]
-    return [(extras, attend(torch_ops, wide, q.float(), rows, extras.window, extras)) for extras in asked]
-
-
-@every_level
-@both_dtypes
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "dim{}-{}q{}kv-page{}".format(*shape))
-def test_attention_equals_the_twin(level: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    cache, q = attention_case(dtype, shape)
-    ops = cpu_ops.make_ops(dtype, shape[0], 2, level)
-    for extras, expected in twins_answers(dtype, shape):
-        close(attend(ops, cache, q, ROWS, extras.window, extras), expected)
+def sinks_and_cap(q_heads: int) -> ScoreExtras:
+    """Return sinks that take next to all of the weight, half of it and none, and a cap that scores come near to."""
+    return ScoreExtras(cap=2.0, sinks=torch.linspace(-3, 12, q_heads))
 
 
 @both_dtypes
@@ -173,7 +60,7 @@ def test_a_query_gets_the_same_bits_alone_in_a_batch_and_in_any_chunk(
     contexts = [401, 300, 129]
     cache = Cache(contexts, 2, 80, 16, dtype)
     q = random(3, 401, 6, 80, dtype=dtype)
-    extras = extras_of(6)[2] if has_extras else NO_EXTRAS
+    extras = sinks_and_cap(6) if has_extras else NO_EXTRAS
     whole = attend(one_thread, cache, q, [(0, 401, 401)], window, extras)
 
     for cuts in ([0, 1, 128, 129, 250, 401], [0, 63, 256, 400, 401]):
@@ -194,7 +81,7 @@ def test_a_long_context_cut_over_threads_gives_the_same_bits(level: str, dtype: 
     cache = Cache([3000, 5], 1, 64, 32, dtype)
     q = random(2, 3000, 4, 64, dtype=dtype)
     for rows in ([(0, 1, 3000)], [(0, 5, 3000), (1, 5, 5)], [(1, 1, 4), (0, 1, 2999)]):
-        for extras in (NO_EXTRAS, extras_of(4)[2]):
+        for extras in (NO_EXTRAS, sinks_and_cap(4)):
             threaded = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2, 3))
             results = [attend(ops, cache, q, rows, None, extras) for ops in threaded]
             assert torch.equal(results[0], results[1])

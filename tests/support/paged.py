@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_EXTRAS, KeyStore, LatentStore, Ops, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, Ops, ScoreExtras
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -72,47 +72,3 @@ def attend(
             table[: max(0, context - count + 1 - window) // cache.k_pages.shape[1]] = 0
     pages = cache.k_pages, cache.v_pages
     return ops.paged_attention(picked, pages, batch, q.shape[-1] ** -0.5, extras._replace(window=window))
-
-
-def rotated_step(
-    ops: Ops,
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: tuple[int, int, int, int],
-    dim: int,
-    rotated: int,
-    normed: bool,
-    has_v: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the queries and the pages after `rope_and_store`. `sizes`: tokens, heads of queries and of keys, page."""
-    tokens, q_heads, kv_heads, page = sizes
-    merged = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype).to(device).unflatten(1, (-1, dim))
-    q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
-    blocks, generators = tokens // page + 4, [torch.Generator().manual_seed(seed) for seed in (4, 5)]
-    angles = 6 * random(2 * tokens, rotated // 2).to(device)
-    positions = torch.randint(2 * tokens, (tokens,), dtype=torch.int32, generator=generators[0]).to(device)
-    slots = torch.randperm(blocks * page, generator=generators[1])[:tokens].to(device)
-    weights = (random(dim, seed=6).to(device), random(dim, seed=7).to(device), 1e-6) if normed else (None, None, 0.0)
-    kv = torch.zeros(blocks, 3, 2, page, kv_heads * dim, dtype=dtype, device=device)
-    store = KeyStore(
-        Rotation(angles.cos(), angles.sin(), positions), (kv[:, 1, 0], kv[:, 1, int(has_v)]), slots, weights
-    )
-    return ops.rope_and_store(q, k, v if has_v else None, store), kv
-
-
-def latent_step(
-    ops: Ops, dtype: torch.dtype, device: torch.device, first: int, is_whole: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The queries from the first token on, and the pages, after `latent_rope_and_store`; the rest of both is as it was."""
-    tokens, heads, nope, rope, rank, page = 7, 18, 24, 16, 40, 4
-    merged = random(tokens, heads * (nope + rope) + rank + rope, dtype=dtype).to(device)
-    q, down = torch.split(merged, [heads * (nope + rope), rank + rope], dim=1)
-    goal = random(tokens - first, heads, rope + (nope if is_whole else rank), dtype=dtype, seed=1).to(device)
-    kv = random(5, 3, page, rope + rank, dtype=dtype, seed=2).to(device)
-    weight, angles = random(rank, seed=3).to(device), 6 * random(30, rope // 2, seed=4).to(device)
-    positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(5)).to(device)
-    slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(6))[:tokens].to(device)
-    rotation = Rotation(angles.cos(), angles.sin(), positions)
-    store = LatentStore((weight, 1e-6), rotation, kv[:, 1], slots)
-    ops.latent_rope_and_store(goal, q.unflatten(1, (heads, -1)), down, store, first, is_whole)
-    return goal, kv

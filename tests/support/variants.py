@@ -11,8 +11,9 @@ class Variant(NamedTuple):
     """Where kernels are interpreted nothing is compiled, and a variant is what a GPU would have compiled."""
 
     kernel: str
-    given: dict[str, Any]  # constants and options
+    options: dict[str, Any]  # constants too
     dtypes: tuple[torch.dtype, ...]  # of its tensors
+    number_types: tuple[type, ...]
 
 
 _LAUNCHED: dict[tuple[Any, ...], Variant] = {}
@@ -20,14 +21,20 @@ _launch = Kernel._launch
 
 
 def variants() -> list[Variant]:
-    """Return what this process has launched since this module was imported, by the time of the first launch."""
+    """Return the variants that were launched since `forget_variants`, by the time of their first launch."""
     return list(_LAUNCHED.values())
 
 
-def _note(self: Kernel, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
-    _launch(self, grid, *arguments, **given)
+def forget_variants() -> None:
+    _LAUNCHED.clear()
+
+
+def _note(self: Kernel, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    _launch(self, grid, *arguments, **options)
     dtypes = tuple(tensor.dtype for tensor in arguments[: self.num_pointers])
-    _LAUNCHED.setdefault((self.name, dtypes, *given.items()), Variant(self.name, given, dtypes))
+    number_types = tuple(type(number) for number in arguments[self.num_pointers :])
+    variant = Variant(self.name, options, dtypes, number_types)
+    _LAUNCHED.setdefault((self.name, dtypes, number_types, *options.items()), variant)
 
 
 Kernel._launch = _note  # type: ignore[method-assign]

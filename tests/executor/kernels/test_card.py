@@ -1,4 +1,4 @@
-"""What follows from which GPU it is. That the tiles fit, test_triton_compiled.py shows."""
+"""Features and sizes that depend on the GPU. test_triton_compiled.py shows that the tiles fit."""
 
 from unittest import mock
 

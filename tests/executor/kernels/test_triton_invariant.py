@@ -1,8 +1,8 @@
 """`batch_invariant`: what a row gets is bit for bit the same alone, in any batch, at any place of it and in any chunk.
 
-What the interpreter shows is the order of sums: which pieces of the depth or of the positions are summed together, and in
-which order these are added. Its products of a tile are made exact, since numpy's own depend on the tile's size; a GPU's do
-not where its instruction is the same, which test_triton_compiled.py reads in the compiled code.
+The interpreter shows the order of sums: which pieces of the depth or of the positions are summed together, and in which
+order these are added. Its products of a tile are made exact, since numpy's own depend on the tile's size; a GPU's do not
+where its instruction is the same, which test_triton_compiled.py reads in the compiled code.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu.cases import Kit, blocks
 from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, Fp8Rows, ScoreExtras
@@ -20,10 +21,8 @@ from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.select import select_ops
-from penstock.executor.kernels.stored_formats import BLOCKS
-from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight
+from penstock.executor.kernels.weight import pack_for_gpu, plain_weight
 from penstock.executor.protocol import ExecutorError, Sampling
-from tests.executor.kernels.test_triton_fp8 import quantized_weight
 from tests.executor.kernels.test_triton_moe import case as experts_case
 from tests.executor.kernels.test_triton_packed import KINDS, grouped, moved
 from tests.support import cards
@@ -42,7 +41,7 @@ Rows = list[tuple[int, int, int]]
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of numbers of 16 bits and fewer: in float64 nothing of a tile's product is rounded before it is added."""
+    """Multiply numbers of 16 bits and fewer in float64, where no product of a tile is rounded before it is added."""
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
         made = np.matmul(_wide(a), _wide(b)).astype(np.float32)
@@ -58,7 +57,7 @@ def _wide(handle: Any) -> np.ndarray:
 
 
 def alike(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """What all rows get together, once it is what some of them get in batches of these sizes, wherever they stand."""
+    """Return what all rows get together, after a check that rows get the same in batches of these sizes, anywhere."""
     whole = call(x)
     for size in sizes:
         for first in (1, len(x) - size):
@@ -80,7 +79,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(72, 300), pytest.param((136, 256), marks=pytest.mark.slow_in_interpreter)])
 @pytest.mark.usefixtures("small_parts")
 def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Of few rows every part of the depth is a program's, of 140 one program has them all."""
+    """With few rows each part of the depth has a program; with 140 rows one program has all parts."""
     (width, depth), rows = shape, 40 if dtype is torch.float32 else 140
     x, weight = random(rows, depth, dtype=dtype).to(device), random(width, depth, dtype=dtype, seed=1).to(device)
     weight /= depth**0.5
@@ -176,10 +175,8 @@ def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | N
 
 @pytest.mark.slow_in_interpreter
 def test_products_of_eight_bits(device: torch.device) -> None:
-    _, weight, scales = (each.to(device) for each in quantized_weight(200, 384))
-    x = random(150, 384, dtype=torch.bfloat16).to(device)
-    narrow = Weight(BLOCKS, weight, scales)
-    alike(lambda rows: OPS.linear(Fp8Rows(fp8.quantize(rows), torch.bfloat16), narrow), x, (1, 17, 65))
+    weight, x = blocks(Kit(device, torch.float32), 200, 384), random(150, 384, dtype=torch.bfloat16).to(device)
+    alike(lambda rows: OPS.linear(Fp8Rows(fp8.quantize(rows), torch.bfloat16), weight), x, (1, 17, 65))
 
 
 @pytest.mark.slow_in_interpreter

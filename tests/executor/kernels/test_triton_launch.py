@@ -38,11 +38,11 @@ def test_only_constants_dtypes_and_options_make_another_variant(x: torch.Tensor)
         assert y[8 : 8 + count].tolist() == [factor] * count
     _scale[(2, 1)](x, y, 3, 5.0, BLOCK=64)
     assert len(variants()) == seen
-    for given in ({"BLOCK": 16}, {"BLOCK": 64, "num_warps": 8}):
-        _scale[(1,)](x, y, 64, 2.0, **given)
+    for options in ({"BLOCK": 16}, {"BLOCK": 64, "num_warps": 8}):
+        _scale[(1,)](x, y, 64, 2.0, **options)
     _scale[(1,)](x, y.half(), 64, 2.0, BLOCK=64)
     new = variants()[seen:]
-    assert [variant.given for variant in new] == [{"BLOCK": 16}, {"BLOCK": 64, "num_warps": 8}, {"BLOCK": 64}]
+    assert [variant.options for variant in new] == [{"BLOCK": 16}, {"BLOCK": 64, "num_warps": 8}, {"BLOCK": 64}]
     assert new[-1].kernel == "_scale" and new[-1].dtypes == (torch.float32, torch.float16)
 
 
@@ -63,7 +63,7 @@ def test_a_constant_goes_by_name(x: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_triton_searches_a_variant_once_and_every_launch_passes_its_own_arguments(
+def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(
     request: pytest.FixtureRequest,
 ) -> None:
     """Eight launches of three variants reach an idle driver. The search is most of a launch's time on the host."""

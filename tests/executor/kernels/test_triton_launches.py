@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import cases, twin_part
+from benchmarks.gpu import cases
 from benchmarks.gpu.shapes import config_of
 
 from penstock.executor.batch import ForwardBatch
@@ -19,6 +19,7 @@ from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with
+from tests.support.kernel_cases import triton_kernels
 from tests.support.launch_counts import launches
 from tests.support.refusals import hardest_rows
 
@@ -45,15 +46,14 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
 def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_products, "PIECE_BYTES", 1 << 18)
     kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
-    (case,), kernels = cases.product(kit, "", 512, (512, 512), cases.packed), twin_part.open_kernels(kit.device)
-    assert kernels is not None
+    (case,) = cases.product(kit, "", 512, (512, 512), cases.packed)
     with launches() as names:
-        case.call(kernels)
+        case.call(triton_kernels(kit.device))
     assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
-    """What one step launches whose rows, by what is known when a graph is captured, may have long contexts."""
+    """Count the launches of a step whose rows may have long contexts, as far as is known when a graph is captured."""
     (folder / "config.json").write_text(json.dumps(config))
     runner = UniprocExecutor(
         ExecutorConfig(model=str(folder), device="cpu", dtype="bfloat16", load_format="dummy", kv_cache_bytes=2**20)

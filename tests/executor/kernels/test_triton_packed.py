@@ -1,16 +1,15 @@
-"""Products with codes in Triton against their twin, and what is packed against the numbers that it stands for."""
+"""Packed codes against the numbers that they stand for, and products with them of which programs share the depth."""
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.executor.kernels.cuda import linear_products
-from penstock.executor.kernels.gpu_formats import MXFP4
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.stored_formats import Groups, as_groups, group_of, half_of
 from penstock.executor.kernels.weight import Weight, pack_for_gpu
 from tests.support.coded import FILE_TYPES, coded
-from tests.support.kernel_cases import close, every_dtype, matrix
+from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.refusals import cases
 from tests.support.twins import grouped as twin
@@ -43,13 +42,6 @@ def moved(weight: Weight, device: torch.device) -> Weight:
     return weight.like(tensor.to(device) for tensor in weight.tensors())
 
 
-def as_int4(experts: int, rows: int, depth: int, seed: int) -> Weight:
-    """Return random codes [S, N, K / 2] with scales [S, N, K / 32] of 2 ** -10 … 2 ** -6."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(256, (experts, rows, depth // 2), generator=generator).byte()
-    return Weight(MXFP4, values, torch.randint(117, 122, (experts, rows, depth // 32), generator=generator).byte())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
@@ -61,31 +53,15 @@ def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
     assert torch.equal(Linear([packed], None, torch_ops).rows(rows, torch.float32), expected[rows])
 
 
-@matrix("kind, rows", KINDS, (1, 20, 600), hardest=[(KINDS[1], 1), (KINDS[3], 20), (KINDS[7], 20), (KINDS[3], 600)])
-def test_a_layer_equals_the_twin(monkeypatch: pytest.MonkeyPatch, device: torch.device, kind: Kind, rows: int) -> None:
-    """200 columns: the last tile has few, and so has the last of four pieces that are dequantized for many rows."""
-    monkeypatch.setattr(linear_products, "PIECE_BYTES", 64 * 384 * 4)
-    weight, x = pack_for_gpu([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
-    actual = linear_products.linear(x.to(device), moved(weight, device))
-    close(actual, torch_ops.linear(x.double(), weight))
-
-
-def test_a_layer_of_mxfp4_equals_the_twin(device: torch.device) -> None:
-    weight, x, bias = as_int4(1, 200, 96, 5), random(20, 96), random(201, seed=7)[1:]
-    weight = weight.like(tensor[0] for tensor in weight.tensors())
-    actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
-    close(actual, torch_ops.linear(x.double(), weight, bias.double()))
-
-
 @every_dtype
 @pytest.mark.parametrize("splits", [1, 4])
 def test_the_depth_may_be_cut(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int, dtype: torch.dtype
 ) -> None:
-    """Three steps: of four parts the last has none. Rows lie in a wider tensor."""
+    """There are three steps, so the last of four parts has none. Rows and bias lie in wider tensors."""
     monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
     weight, x = pack_for_gpu([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
-    bias = random(64, dtype=dtype, seed=7)
+    bias = random(65, dtype=dtype, seed=7)[1:]
     actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
     close(actual, x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double())
 

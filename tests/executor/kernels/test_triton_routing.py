@@ -1,6 +1,4 @@
-"""A router's choice of experts and the order of its entries, against their twin and a stable sort."""
-
-from dataclasses import replace
+"""A router's choice of experts where logits tie or are NaN, and the order of its entries, against a stable sort."""
 
 import pytest
 import torch
@@ -8,33 +6,16 @@ import torch
 from penstock.executor.kernels.cuda import routing
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.kernel_cases import close, matrix
-from tests.support.paged import random
-from tests.support.refusals import cases
-from tests.support.twins import torch_ops
 
 QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
 V2 = MoeSpec(
     num_experts=160, top_k=6, intermediate_size=1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3
 )
-RULES = dict(cases(__file__, "routers", MoeSpec=MoeSpec, QWEN3=QWEN3, V2=V2, replace=replace))
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tokens", [0, 1, 9])
-def test_the_choice_equals_the_twin(device: torch.device, rule: str, tokens: int) -> None:
-    moe, num_shared = RULES[rule]
-    logits = 3 * random(tokens, moe.num_experts + moe.has_shared_gate).to(device)
-    bias = random(moe.num_experts, seed=1).to(device) if moe.has_bias else None
-    ids, shares = routing.choose_experts(logits, bias, moe, num_shared)
-    expected_ids, expected = torch_ops.choose_experts(logits, bias, moe, num_shared)
-    assert ids.dtype is expected_ids.dtype is torch.int32
-    assert torch.equal(ids, expected_ids)
-    close(shares, expected)
 
 
 def test_of_equal_experts_the_first_is_chosen(device: torch.device) -> None:
     ids, shares = routing.choose_experts(torch.zeros(2, 128, device=device), None, QWEN3)
-    assert ids.tolist() == [list(range(8))] * 2
+    assert ids.dtype is torch.int32 and ids.tolist() == [list(range(8))] * 2
     close(shares, torch.full((2, 8), 1 / 8))
 
 

@@ -84,7 +84,7 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
 
 
 def test_each_filter_alone_draws_what_the_twin_draws(device: torch.device) -> None:
-    """Of rows so flat that without its filter most draws would be others."""
+    """Rows are so flat that without its filter most draws would be others."""
     given = options(4 * [(1.0, 0.5, 0, 1.0), (1.0, 0.0, 3, 1.0), (1.0, 0.0, 0, 0.3)], device)
     logits = random(12, 257, seed=3).to(device)
     assert torch.equal(sampling.choose(logits, *given)[0], sampling_twin.choose(logits, *given)[0])

@@ -1,12 +1,10 @@
 """After the start no request compiles or captures anything: every variant of a kernel was launched by the warm-up.
 
-Whole small models with the launchers of the kernels. Nothing is interpreted: a launch is noted and left out, and the twins
-give the numbers, so that there is time for steps of every size. What is noted is what chooses a variant.
+Whole small models call the launchers of the kernels. Nothing is interpreted: a launch is noted and left out, and the twins
+compute the numbers, so that there is time for steps of every size.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.front.submit import Pooling
@@ -41,46 +38,26 @@ from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
 from tests.support.twins.lora import add_lora as lora_twin
-from tests.support.variants import variants
+from tests.support.variants import forget_variants, variants
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
 TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, max_normed_rows=OPS.max_normed_rows)
 ROWS, TOKENS, LONGEST = 20, 256, 256
-Noted = set[tuple[Any, ...]]
 SomeAdapters = tuple[str | None, ...]
 NESTED = {"blocks": BlockOps}
 
 
-@functools.cache
-def parameters_of(kernel: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kernel).parameters
-
-
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    """The variants that were asked for since."""
-    seen: Noted = set()
-
-    def note(self: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        parameters = parameters_of(self.fn)
-
-        def kind(name: str, value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value.dtype
-            is_number = name in parameters and parameters[name].annotation is not tl.constexpr
-            return type(value) if is_number else value
-
-        passed = dict(zip(parameters, arguments, strict=False)) | given
-        seen.add((self.__name__, *((name, kind(name, value)) for name, value in passed.items())))
-
-    monkeypatch.setattr(InterpretedFunction, "run", note)
-    return seen
+@pytest.fixture(autouse=True)
+def only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave every launch out; support/variants.py notes it."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
+    forget_variants()
 
 
 def beside(kind: Any, ours: Any, twins: Any) -> Any:
-    """Operations that call ours, and answer with what the twins say."""
+    """Return operations that call ours, and answer with the twins' results."""
 
     def both(name: str) -> Any:
         launcher, twin = getattr(ours, name), getattr(twins, name)
@@ -89,27 +66,21 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
         if not callable(launcher):
             return launcher
 
-        def call(*arguments: Any, **given: Any) -> Any:
-            launcher(*arguments, **given)
-            made = twin(*arguments, **given)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            launcher(*arguments, **keywords)
+            output = twin(*arguments, **keywords)
             # A kernel's outputs are contiguous; a twin may return its argument, which is a view.
-            return made.contiguous() if name == "rope_and_store" else made
+            return output.contiguous() if name == "rope_and_store" else output
 
         return call
 
     return changed(ours, **{name: both(name) for name in operations(kind)})
 
 
-def noting_ops() -> tuple[Any, Any, Any]:
-    """Return the operations of models, of drawing and of a step's inputs, whose launches are noted."""
-    models, drawing = beside(Ops, OPS, TWINS), beside(SamplingOps, SAMPLING_OPS, sampling_twin)
-    return models, drawing, beside(InputOps, step_inputs, torch_inputs)
-
-
-def open_on_kernels(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, given: tuple[Any, Any, Any], **options: Any
-) -> Driver:
-    ops, sampling, inputs = given
+def open_on_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, **options: Any) -> Driver:
+    """Open a model whose operations, drawing and inputs launch kernels."""
+    ops, inputs = beside(Ops, OPS, TWINS), beside(InputOps, step_inputs, torch_inputs)
+    sampling = beside(SamplingOps, SAMPLING_OPS, sampling_twin)
 
     def open_inputs(config: ExecutorConfig, longest: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
         sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
@@ -123,8 +94,8 @@ def open_on_kernels(
 
 
 def any_sampling(rng: np.random.Generator) -> Sampling:
-    """Some of all there is to ask for, each with even odds."""
-    asked: dict[str, Any] = {
+    """Return some of the options of a request, each with even odds."""
+    every: dict[str, Any] = {
         "top_k": 5,
         "top_p": 0.9,
         "min_p": 0.05,
@@ -137,7 +108,7 @@ def any_sampling(rng: np.random.Generator) -> Sampling:
         "logprobs": int(rng.integers(-1, 4)),
         "prompt_logprobs": int(rng.integers(0, 3)),
     }
-    some: dict[str, Any] = {name: value for name, value in asked.items() if rng.random() < 0.3}
+    some: dict[str, Any] = {name: value for name, value in every.items() if rng.random() < 0.3}
     stops: dict[str, Any] = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
@@ -165,11 +136,11 @@ def traffic(
     max_rows: int = ROWS,
     max_tokens: int = TOKENS,
 ) -> None:
-    """Requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
+    """Let requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
     sequences: dict[int, Sequence] = {}
     for _ in range(num_steps):
-        wanted = int(rng.choice([1, 2, 3, max_rows // 2, max_rows]))
-        for slot in range(wanted):
+        num_rows = int(rng.choice([1, 2, 3, max_rows // 2, max_rows]))
+        for slot in range(num_rows):
             old = sequences.get(slot)
             if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
                 if old is not None:
@@ -182,7 +153,7 @@ def traffic(
                 driver._announce(sequences[slot])
         parts: list[tuple[Sequence, Row]] = []
         room = int(rng.integers(1, max_tokens + 1))
-        for slot in rng.permutation(wanted).tolist():
+        for slot in rng.permutation(num_rows).tolist():
             sequence = sequences[slot]
             left = min(room, len(sequence.tokens) - sequence.computed)
             if left:
@@ -213,7 +184,7 @@ FAST = ("qwen3", "qwen3-moe", "deepseek-v3 in eight bits", "qwen3.5")
 
 
 @pytest.mark.parametrize("case", hardest(CASES, *FAST))
-def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str) -> None:
+def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
     num_steps = 12
     if case in RECURRENT:  # their twins go from token to token, and nothing of theirs is chosen by a size
@@ -222,41 +193,40 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder, enforce_eager = Recorder(), case == "qwen3"
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
-    asked = limits | options | {"enforce_eager": enforce_eager}
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting_ops(), **asked)
-    warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
-    assert warm and (num_graphs == 0) == enforce_eager
+    options = limits | options | {"enforce_eager": enforce_eager}
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, **options)
+    num_graphs, num_variants = len(recorder.graphs), len(variants())
+    assert num_variants and (num_graphs == 0) == enforce_eager
     prompts_of(driver, lengths)
     traffic(driver, np.random.default_rng(0), num_steps)
-    assert noted - warm == set()
-    assert len(recorder.graphs) == num_graphs and len(variants()) == num_variants
+    assert variants()[num_variants:] == [] and len(recorder.graphs) == num_graphs
 
 
 @pytest.mark.parametrize("case", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3-moe"])
 def test_no_request_with_an_adapter_compiles_anything(
-    monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, case: str, tmp_path: Path
 ) -> None:
-    """What is fused without adapters is computed by other kernels with them."""
+    """With adapters other kernels compute the products that are fused without them."""
 
-    def open_on_places(self: AdapterStore, config: ExecutorConfig, *given: Any) -> None:
-        open_store(self, config, *given)
+    def open_on_slots(self: AdapterStore, config: ExecutorConfig, *rest: Any) -> None:
+        open_store(self, config, *rest)
         sizes = config.max_loras, config.max_lora_rank
         self._weights = LoraSlots(self._shapes, *sizes, torch.bfloat16, torch.device("cpu"))
 
-    def add(*arguments: Any, **given: Any) -> None:
-        adapter_products.add_lora(*arguments, **given)
-        lora_twin(*arguments, **given)
+    def add(*arguments: Any) -> None:
+        adapter_products.add_lora(*arguments)
+        lora_twin(*arguments)
 
     open_store = AdapterStore.__init__
-    monkeypatch.setattr(AdapterStore, "__init__", open_on_places)
+    monkeypatch.setattr(AdapterStore, "__init__", open_on_slots)
     monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add)
     limits = {"dtype": "bfloat16", "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": LONGEST}
     options = limits | {"enforce_eager": True, "enable_lora": True, "max_loras": 2}
-    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), noting_ops(), **options)
-    warm = noted.copy()
+    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), **options)
+    warm = variants()
     path = Adapter(case, tmp_path, 0).path
     key = driver.executor.load_adapter(str(path)).key
     prompts_of(driver, (1, 2, 17, 33, 64), key)
     traffic(driver, np.random.default_rng(0), 6, (key, None), 6, 64)
-    assert {"_inner", "_outer"} <= {kernel for kernel, *_ in warm}
-    assert noted - warm == set()
+    assert {"_inner", "_outer"} <= {variant.kernel for variant in warm}
+    assert variants()[len(warm) :] == []
