@@ -12,8 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
@@ -103,33 +102,53 @@ class MockEngine(AsyncEngine):
             self._report_cache()
 
 
-async def replica(options: SimpleNamespace, server: ServerConfig, announce: Callable[[str], None]) -> int:
+async def replica(
+    *,
+    port: int = 0,
+    prefill_tps: float = 1e6,
+    inter_token_s: float = 0.0,
+    kv_tokens: int = 1 << 20,
+    kv_host_bytes: int = 0,
+    kv_peer_listen: str = "",
+    kv_peer: Sequence[str] = (),
+    max_model_len: int = 65536,
+    max_num_seqs: int = 256,
+    kv_events: str = "",
+    otlp_traces_endpoint: str | None = None,
+) -> int:
+    """Serve until a signal comes. `kv_events`: publish them as vLLM does, at two sockets of this name."""
     config = engine_config(
         "oracle",
         {
-            "kv_cache_bytes": 8 * options.kv_tokens,
-            "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
+            "kv_cache_bytes": 8 * kv_tokens,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": 2048,  # of a step, which answers all at its end
             "max_queued_requests": 4096,
             "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
-            "kv_host_bytes": options.kv_host_bytes or None,
-            "kv_peer_listen": options.kv_peer_listen,
-            "kv_peers": options.kv_peer,
+            "kv_host_bytes": kv_host_bytes or None,
+            "kv_peer_listen": kv_peer_listen,
+            "kv_peers": kv_peer,
         },
+    )
+    endpoints: dict[str, Any] = {
+        "endpoint": f"ipc://{kv_events}.events",
+        "replay_endpoint": f"ipc://{kv_events}.replay",
+    }
+    server = ServerConfig(
+        port=port,
+        served_model_names=("mock",),
+        kv_events_config=KvEventsConfig(enable_kv_cache_events=True, **endpoints) if kv_events else None,
+        telemetry=Telemetry(otlp_traces_endpoint=otlp_traces_endpoint),
     )
     tokenizer = byte_tokenizer()
     tokenizer.eos_ids = frozenset()  # an answer has the length that is asked for
-    engine = MockEngine(
-        config,
-        prefill_tps=options.prefill_tps,
-        inter_token_s=options.inter_token_s,
-        tokenizer=tokenizer,
-    )
+    engine = MockEngine(config, prefill_tps=prefill_tps, inter_token_s=inter_token_s, tokenizer=tokenizer)
     await engine.start()
     try:
-        sockets = bind_sockets(server.host, server.port)
-        return await serve(engine, tokenizer, line_template(), server, sockets=sockets, on_listening=announce)
+        sockets = bind_sockets(server.host, port)
+        resolved = resolve(server, {})
+        return await serve(engine, tokenizer, line_template(), resolved, sockets=sockets, on_listening=report)
     finally:
         await engine.close()
 
@@ -138,37 +157,8 @@ def report(url: str) -> None:
     print(url.rpartition(":")[2], flush=True)
 
 
-SETTINGS: dict[str, Any] = {  # with their defaults
-    "port": 0,
-    "prefill_tps": 1e6,
-    "inter_token_s": 0.0,
-    "kv_tokens": 1 << 20,
-    "kv_host_bytes": 0,
-    "kv_peer_listen": "",
-    "kv_peer": [],
-    "max_model_len": 65536,
-    "max_num_seqs": 256,
-    "kv_events": "",  # publish them as vLLM does, at two sockets of this name
-    "otlp_traces_endpoint": "",
-}
-
-
 def main() -> int:
-    settings = json.loads(sys.argv[1])
-    assert settings.keys() <= SETTINGS.keys()
-    options = SimpleNamespace(**SETTINGS | settings)
-    published = options.kv_events and KvEventsConfig(
-        enable_kv_cache_events=True,
-        endpoint=f"ipc://{options.kv_events}.events",
-        replay_endpoint=f"ipc://{options.kv_events}.replay",
-    )
-    server = ServerConfig(
-        port=options.port,
-        served_model_names=("mock",),
-        kv_events_config=published or None,
-        telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint or None),
-    )
-    return uvloop.run(replica(options, resolve(server, {}), report))
+    return uvloop.run(replica(**json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":
