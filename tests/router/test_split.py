@@ -48,6 +48,10 @@ def refuse(seen: Seen, sock: socket.socket) -> bytes:
     return whole(REFUSAL, b"400 Bad Request")
 
 
+def sick(seen: Seen, sock: socket.socket) -> bytes:
+    return whole(b"{}", b"500 Internal Server Error")
+
+
 def if_alone(answer: Answer) -> Answer:
     """Wait for blocks for ever, and give this answer to a request whose prompt is to be computed here."""
     return lambda seen, sock: (Hold() if "kv_transfer_params" in fields(seen) else answer)(seen, sock)
@@ -153,7 +157,7 @@ def test_the_operator_sets_the_length_from_which_prompts_are_split(threshold: in
 # Failures.
 
 
-@pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"500 Internal Server Error")])
+@pytest.mark.parametrize("broken", [hang_up, sick])
 def test_when_a_prefill_replica_fails_another_one_is_asked(broken: Answer) -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         first = Hold()  # waits for the blocks of the prefill replica that fails
@@ -195,6 +199,7 @@ def test_when_the_decode_replica_fails_both_are_asked_anew(broken: Answer) -> No
 
 FAILURES: dict[str, tuple[Answer, Answer | None, int, bytes, dict[str, int]]] = {
     "without a prefill replica the other computes": (hang_up, if_alone(ok), 200, b"{}", {"lost": 2}),
+    "each prefill replica is asked once": (sick, if_alone(ok), 200, b"{}", {"failed": 2}),
     "a refused prompt is left to the decode replica": (refuse, if_alone(refuse), 400, REFUSAL, {"failed": 1}),
     "the client is told that a peer is unknown": (Hold(), refuse, 400, REFUSAL, {"dropped": 1}),
     "the first byte of an answer ends the prefill": (Hold(), None, 200, b"{}", {"dropped": 1}),
