@@ -1,17 +1,13 @@
 """The router's limit of open files: it is raised at start, and running out of descriptors is no replica's fault."""
 
-import asyncio
 import contextlib
-import errno
 import resource
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
 
-from penstock.router.http import upstream
+from penstock.router.http.upstream import ConnectFailed, Upstream
 from tests.support.programs import Command
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import running_router, until
@@ -45,24 +41,16 @@ def test_more_streams_than_descriptors_are_answered_and_blame_no_replica(is_hard
     assert [(each["state"], each["failures"]) for each in replicas] == [("up", 0), ("up", 0)]
 
 
-def test_without_a_descriptor_left_the_answer_is_503_and_the_replica_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_descriptor_left_the_answer_is_503_and_the_replica_up(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = []
 
-    class Loop:
-        """A running loop whose process has no descriptor left."""
-
-        async def create_connection(self, *_: object) -> None:
-            errors.append(OSError(errno.EMFILE, "Too many open files"))
-            raise errors[-1]
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(asyncio.get_running_loop(), name)
+    async def connect() -> Upstream:
+        errors.append(ConnectFailed("Too many open files", is_local=True))
+        raise errors[-1]
 
     with stub() as backend, running_router(backend.url) as router:
         replica = router.fleet.replicas[backend.url]
-        monkeypatch.setattr(upstream, "asyncio", SimpleNamespace(**vars(asyncio) | {"get_running_loop": Loop}))
+        monkeypatch.setattr(replica.pool, "connect", connect)
         until(lambda: router.call(replica.pool.close) or len(errors) > 2)  # a connection may have been in the making
         answers = [router.complete(model="m") for _ in range(6)]
         until(lambda: len(errors) > 12)  # the probes fail in the same way

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import random
 import socket
 from collections.abc import Callable
 from unittest.mock import Mock
@@ -10,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.router.backend import Backend
-from penstock.router.fleet.fleet import RESERVE, RetryBudget
+from penstock.router.fleet.fleet import RetryBudget
 from penstock.router.fleet.replica import (
     EJECTION_S,
     FAILURES_TO_EJECT,
@@ -19,6 +18,7 @@ from penstock.router.fleet.replica import (
     Replica,
     State,
 )
+from penstock.router.http.upstream import ConnectFailed
 from tests.support.router_stub import Hold, stub
 
 
@@ -111,21 +111,16 @@ def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
     assert died(url)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-3, "no answer")])
+@pytest.mark.parametrize(
+    ("error", "is_local"), [(OSError(errno.EMFILE, "Too many open files"), True), (socket.gaierror(-3, "no"), False)]
+)
 def test_a_failure_of_the_router_itself_is_no_death_of_a_replica(
-    error: OSError, monkeypatch: pytest.MonkeyPatch
+    error: OSError, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", Mock(side_effect=error))
-    assert not died("http://127.0.0.1:1")
-
-
-def test_retries_over_time_are_at_most_their_share_of_the_requests() -> None:
-    for seed in range(5):
-        rng, budget, retried = random.Random(seed), RetryBudget(0.15), 0
-        for _ in range(10_000):
-            budget.deposit(num_in_flight=rng.randrange(1, 200))
-            retried += sum(budget.take() for _ in range(rng.randrange(3)))
-        assert retried <= 0.15 * 10_000 + RESERVE
+    with pytest.raises(ConnectFailed) as failure:
+        asyncio.run(up().pool.connect())
+    assert (failure.value.is_local, failure.value.is_dead) == (is_local, False)
 
 
 def test_the_budget_suffices_for_a_replica_that_dies_in_a_busy_fleet() -> None:
