@@ -12,7 +12,7 @@ __all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "sta
 
 @contextlib.contextmanager
 def clients(port: int, *requests: bytes) -> Iterator[list[socket.socket]]:
-    """Clients that have sent one of these requests each."""
+    """Yield connections that have sent one of these requests each."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(port)) for _ in requests]
         for sock, request in zip(socks, requests, strict=True):
@@ -21,7 +21,7 @@ def clients(port: int, *requests: bytes) -> Iterator[list[socket.socket]]:
 
 
 def exchange(port: int, request: bytes) -> bytes:
-    """Everything the router says until it closes; sending stops where it does not listen any more."""
+    """Send a request and return everything that comes back until the server closes; sending may end early."""
     with connect(port) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(request)
@@ -42,18 +42,18 @@ def post(body: bytes = b'{"prompt":"abc"}', *headers: bytes, close: bool = True)
 
 
 def mangled(rng: random.Random, message: bytes, pieces: Sequence[bytes]) -> bytes:
-    """Change up to three places: another byte, bytes less, or one of these pieces more, also where a line begins."""
+    """Change a message up to three times: change a byte, delete bytes, or insert a piece, also where a line begins."""
     data = bytearray(message)
     for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(data))
+        at = rng.randrange(len(data))
         match rng.randrange(4):
             case 0:
-                data[place] = rng.randrange(256)
+                data[at] = rng.randrange(256)
             case 1:
-                del data[place : place + rng.randrange(1, 4)]
+                del data[at : at + rng.randrange(1, 4)]
             case 2:
-                data[place:place] = rng.choice(pieces)
+                data[at:at] = rng.choice(pieces)
             case 3:
-                place = data.find(b"\r\n", place) + 2
-                data[place:place] = rng.choice(pieces)
+                at = data.find(b"\r\n", at) + 2
+                data[at:at] = rng.choice(pieces)
     return bytes(data)

@@ -1,4 +1,4 @@
-"""A backend of raw sockets that does what a test says: answer, break off, stall, send rubbish."""
+"""A backend of raw sockets that answers, breaks off, stalls or sends rubbish, as a test needs."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ class Seen:
         self.body = body
 
     def header(self, name: bytes) -> list[bytes]:
-        return [value for given, value in self.headers if given == name]
+        return [value for each, value in self.headers if each == name]
 
 
 Answer = Callable[[Seen, socket.socket], bytes | None]  # to a POST; None: it hangs up
