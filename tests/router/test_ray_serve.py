@@ -114,30 +114,6 @@ def test_a_router_leaves_no_folder_and_is_unhealthy_without_its_list(
     assert list(tmp_path.iterdir()) == []
 
 
-class Clients:
-    """Clients that send one request after the other and count what comes back."""
-
-    def __init__(self, url: str) -> None:
-        self.num_answered = 0
-        self.failures: list[str] = []
-        self.is_over = threading.Event()
-        self._url = url
-
-    def run(self) -> None:
-        body = {"prompt": "hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-        with httpx.Client(base_url=self._url, timeout=120) as http:
-            while not self.is_over.is_set():
-                try:
-                    http.post("/v1/completions", json=body).raise_for_status()
-                    self.num_answered += 1
-                except httpx.HTTPError as error:
-                    self.failures.append(repr(error))
-
-    def wait_for_more(self) -> None:
-        before = self.num_answered
-        until(lambda: self.num_answered >= before + 2 * NUM_CLIENTS)
-
-
 class Fleet:
     """The applications of deploy/ray-serve.yaml with a tiny model."""
 
@@ -186,16 +162,32 @@ class Fleet:
         return pids
 
     @contextlib.contextmanager
-    def clients(self) -> Iterator[Clients]:
-        """Yield clients that are answered before the block begins, and still at its end."""
-        clients = Clients(self.url)
+    def clients(self) -> Iterator[list[str]]:
+        """Yield the failures of clients that are answered before the block begins, and still at its end."""
+        failures: list[str] = []
+        answers: list[httpx.Response] = []
+        is_over = threading.Event()
+
+        def ask() -> None:
+            body = {"prompt": "hello", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+            with httpx.Client(base_url=self.url, timeout=120) as http:
+                while not is_over.is_set():
+                    try:
+                        answers.append(http.post("/v1/completions", json=body).raise_for_status())
+                    except httpx.HTTPError as error:
+                        failures.append(repr(error))
+
+        def wait_for_more() -> None:
+            enough = len(answers) + 2 * NUM_CLIENTS
+            until(lambda: len(answers) >= enough)
+
         with ThreadPoolExecutor(NUM_CLIENTS) as threads, contextlib.ExitStack() as stack:
-            stack.callback(clients.is_over.set)
+            stack.callback(is_over.set)
             for _ in range(NUM_CLIENTS):
-                threads.submit(clients.run)
-            clients.wait_for_more()
-            yield clients
-            clients.wait_for_more()
+                threads.submit(ask)
+            wait_for_more()
+            yield failures
+            wait_for_more()
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +211,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> None:
     fleet.deploy()
     before = fleet.wait_for(2)
-    with fleet.clients() as clients:
+    with fleet.clients() as failures:
         fleet.deploy(f"{TINY} --max-num-seqs 8")
         fleet.wait_for(2, without=before)
-    assert clients.failures == []
+    assert failures == []
 
 
 @pytest.mark.nightly
@@ -232,22 +224,22 @@ def test_a_killed_replica_is_replaced_and_costs_at_most_its_own_requests(fleet: 
     fleet.wait_for(2)
     for kills_worker in (False, True):  # the server alone; Ray's worker, with which its server ends
         victim = fleet.servers()[0]
-        with fleet.clients() as clients:
+        with fleet.clients() as failures:
             stat = Path(f"/proc/{victim}/stat").read_text()
             os.kill(int(stat.rpartition(")")[2].split()[1]) if kills_worker else victim, signal.SIGKILL)
             fleet.wait_for(2, gone=victim)
-        assert len(clients.failures) <= NUM_CLIENTS, clients.failures
+        assert len(failures) <= NUM_CLIENTS, failures
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fleet) -> None:
     fleet.deploy()  # a roll at the same time would leave one replica without another
-    with fleet.clients() as clients:
+    with fleet.clients() as failures:
         for count in (3, 1):
             fleet.deploy(num_replicas=count)
             fleet.wait_for(count)
-    assert clients.failures == []
+    assert failures == []
 
 
 @pytest.mark.nightly
@@ -255,6 +247,6 @@ def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fle
 def test_the_number_of_replicas_follows_the_running_sequences(fleet: Fleet) -> None:
     fleet.deploy(replicas=1, max_replicas=2, sequences_per_replica=1)
     fleet.wait_for(1)
-    with fleet.clients() as clients:
+    with fleet.clients() as failures:
         fleet.wait_for(2)
-    assert clients.failures == []
+    assert failures == []
