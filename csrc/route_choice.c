@@ -1,4 +1,4 @@
-/* The choice of a replica. docs/router.md explains the formulas; tests/support/slow_policy.py has them in numpy, and
+/* The choice of a replica. docs/router.md explains the formulas; tests/router/test_choice.py has them in numpy, and
  * both must agree. They are in C because a dozen numpy operations on arrays of eight take 50 µs and this takes 0.1 µs.
  * Only the event loop's thread calls these functions. */
 #include <math.h>
