@@ -145,7 +145,6 @@ class EngineOptions:
         "(default: auto, by the number of ranks)",
         names=("--executor", "--distributed-executor-backend"),
         read=lambda text: EXECUTORS.get(text, text),
-        choices=("auto", "uniproc", "multiproc", "ray"),
     )
     ray_allow_open_dashboard: bool | None = flag(
         "use a Ray cluster even if its dashboard accepts jobs from the network"

@@ -19,29 +19,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = table()
-    print(json.dumps(rows, indent=2) if args.json else as_text(rows))
+    print(json.dumps(rows(), indent=2) if args.json else table())
     return 0
 
 
-def table() -> list[dict[str, object]]:
-    """Return a row per family."""
-    rows: list[dict[str, object]] = []
+def rows() -> list[dict[str, object]]:
+    """Return an object per family, as JSON has it."""
+    rows = []
     for family in FAMILIES:
         names = [f"{name}ForCausalLM" for name in family.architectures]
         rows.append(asdict(family) | {"architectures": names, "dtypes": DTYPES, "stored": STORED})
     return rows
 
 
-def as_text(rows: list[dict[str, object]]) -> str:
-    """Return the rows as a Markdown table, which is also readable in a terminal."""
-    columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
-    columns["reasoning"] = "reasoning"
-    lines = [tuple(columns.values())]
-    for row in rows:
-        cells = (row[name] for name in columns)
-        texts = (cell if isinstance(cell, str) else ", ".join(cell) for cell in cells)  # type: ignore[arg-type]
-        lines.append(tuple(text.replace("ForCausalLM", "") for text in texts))
+def table() -> str:
+    """Return the families as a Markdown table, which is also readable in a terminal."""
+    lines: list[tuple[str, ...]] = [("family", "architecture", "", "GGUF", "tool calls", "reasoning")]
+    for family in FAMILIES:
+        lists = (family.architectures, family.features, family.gguf, family.tools)
+        lines.append((family.name, *map(", ".join, lists), family.reasoning))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
     drawn = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)

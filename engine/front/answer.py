@@ -7,7 +7,7 @@ first stop string. The server awaits an answer's updates as they arrive; the off
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -244,39 +244,25 @@ class Answer:
         )
 
 
-class OpenAnswers:
-    """The answers with running sequences; finds the answer that an output belongs to."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, tuple[Answer, int]] = {}  # by the sequence's request id: the answer, which choice
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return len(self._places)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the request ids of the sequences."""
-        return iter(self._places)
+class OpenAnswers(dict[str, tuple[Answer, int]]):
+    """The answers with running sequences: by the sequence's request id, its answer and which choice it is."""
 
     def add(self, answer: Answer) -> None:
-        self._places |= {message.request_id: (answer, index) for index, message in enumerate(answer.messages)}
+        self.update({message.request_id: (answer, index) for index, message in enumerate(answer.messages)})
 
     def deliver(self, output: Output) -> Answer | None:
         """Pass an output to its answer and return the answer; return None if the answer has had its last output."""
         request_id = output.request_id
-        found = self._places.get(request_id) if output.finish_reason is None else self._places.pop(request_id, None)
-        if found is None:
+        entry = self.get(request_id) if output.finish_reason is None else self.pop(request_id, None)
+        if entry is None:
             return None
-        answer, index = found
+        answer, index = entry
         answer.take(index, output)
         return answer
 
     def check(self) -> None:
         """Assert the invariants of every answer, and that its running sequences are listed."""
-        for answer in {answer for answer, _ in self._places.values()}:
+        for answer in {answer for answer, _ in self.values()}:
             answer.check()
             for message, choice in zip(answer.messages, answer.choices, strict=True):
-                assert message.request_id in self._places or not choice.is_running
+                assert message.request_id in self or not choice.is_running

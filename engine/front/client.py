@@ -88,9 +88,8 @@ class AsyncEngine:
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._end_reason = ""  # why `close` was called
-        self._pending_replies: dict[
-            int, asyncio.Future[ControlReply]
-        ] = {}  # control messages without an answer, by number
+        # The replies that control messages wait for, by the number of the message.
+        self._pending_replies: dict[int, asyncio.Future[ControlReply]] = {}
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended

@@ -78,10 +78,8 @@ function wantKey(why) {
 
 function startKey() {
   const dialog = byId("key");
-  dialog.querySelector("form").addEventListener("submit", (event) => {
-    event.preventDefault();
+  dialog.querySelector("form").addEventListener("submit", () => {
     session.setItem("key", byId("key-value").value);
-    dialog.close("use");
     learnModels();
   });
   byId("key-cancel").addEventListener("click", () => dialog.close(""));
@@ -143,9 +141,4 @@ function startDrawers() {
       if (newState === "open" && !drawer.contains(document.activeElement)) drawer.querySelector("button")?.focus();
     });
   }
-}
-
-function startViews() {
-  addEventListener("hashchange", showView);
-  showView();
 }

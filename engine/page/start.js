@@ -1,7 +1,8 @@
 // The last part of the script; all parts before are definitions.
 
 startKey();
-startViews();
+addEventListener("hashchange", showView);
+showView();
 startDrawers();
 startSettings();
 startChat();

@@ -67,7 +67,7 @@ def test_no_refused_name_hides_one_that_runs_and_named_formats_exist() -> None:
 
 def test_the_page_has_the_table_that_the_command_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    assert models.as_text(models.table()) in page
+    assert models.table() in page
     assert all(method in " ".join(models.STORED).lower() for method in quantization._READERS)
 
 
