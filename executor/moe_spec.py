@@ -22,6 +22,7 @@ class MoeSpec:
     shared_size: int = 0  # intermediate size of the shared expert, which computes every token; 0: none
     shared_name: str = "shared_experts"
     has_shared_gate: bool = False
+    latent_size: int = 0  # if set, the experts compute in this many dimensions, between two projections
     is_beside: bool = False  # in addition to the dense MLP; the router then reads the residual stream
     block: str = "mlp"  # the name of the block in the layer
     router: str = "gate"

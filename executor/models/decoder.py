@@ -4,7 +4,7 @@ Sizes are those of one rank: heads and MLP columns are split over the ranks. The
 tables; keys and values are stored in the pages that `forward` receives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
+from penstock.executor.models.spec import PADDING_ROWS, ConvSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
 
 Mixer = GroupedAttention | LatentAttention | DeltaNet | Mamba | ShortConv  # the token mixer of a layer
+RECURRENT: dict[type, Callable[..., Mixer]] = {DeltaSpec: DeltaNet, MambaSpec: Mamba, ConvSpec: ShortConv}
 
 
 class LayerInputs:
@@ -212,11 +213,7 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
     if recurrent is None:
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
         return kind(spec, index, weights, ops, tables)
-    if isinstance(recurrent, DeltaSpec):
-        return DeltaNet(spec, recurrent, index, weights, ops)
-    if isinstance(recurrent, MambaSpec):
-        return Mamba(spec, recurrent, index, weights, ops)
-    return ShortConv(spec, recurrent, index, weights, ops)
+    return RECURRENT[type(recurrent)](spec, recurrent, index, weights, ops)
 
 
 class _Layer:

@@ -6,6 +6,7 @@ Either way every rank receives all tokens, and the layer's one all-reduce sums t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from penstock.executor.kernels.stored_formats import BLOCK
 from penstock.executor.kernels.weight import Weight, stack, stack_tensors
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import Weights
+from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.staging import send
 
@@ -50,7 +51,12 @@ class MoeMlp:
         self._choose = ops.choose_experts
         shared = Mlp(spec, moe.shared_size, f"{prefix}{moe.shared_name}.", weights, ops) if moe.shared_size else None
         layer = sum(before.moe is not None for before in spec.layers[:index])
-        self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
+        self._into = self._out_of = None
+        if size := moe.latent_size:
+            self._into = weights.linear(spec.hidden_size, Matrix(f"{prefix}fc1_latent_proj", size))
+            self._out_of = weights.linear(size, Matrix(f"{prefix}fc2_latent_proj", spec.hidden_size))
+        inner = replace(spec, hidden_size=size or spec.hidden_size)
+        self.experts = Experts(inner, moe, prefix, layer, weights, ops, None if size else shared)
         self._shared = None if self.experts.num_shared else shared
 
     def adapted(self) -> list[Linear]:
@@ -62,12 +68,13 @@ class MoeMlp:
         assert isinstance(hidden, Tensor)
         logits = self._router(hidden)
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
-        if self._shared is None:
-            return self.experts(hidden, ids, shares)
-        shared = self._shared(hidden, adapters)
-        if self._moe.has_shared_gate:
+        shared = None if self._shared is None else self._shared(hidden, adapters)
+        if shared is not None and self._moe.has_shared_gate:
             shared = (logits[:, self._moe.num_experts :].sigmoid() * shared).to(hidden.dtype)
-        return self.experts(hidden, ids, shares, shared)
+        if self._into is None or self._out_of is None:
+            return self.experts(hidden, ids, shares, shared)
+        routed = self._out_of(self.experts(self._into(hidden), ids, shares))
+        return routed if shared is None else routed + shared
 
 
 def make_router(weight: Tensor, bias: Tensor | None, weights: Weights, ops: Ops) -> Callable[[Tensor], Tensor]:
