@@ -60,10 +60,14 @@ def test_a_file_is_not_read_while_it_is_written(path: Path, monkeypatch: pytest.
     asyncio.run(run())
 
 
-def test_a_replica_that_the_command_line_names_too_is_not_removed(path: Path) -> None:
+@pytest.mark.parametrize("is_in_file", [True, False])
+def test_a_replica_that_is_named_elsewhere_too_is_not_removed(path: Path, is_in_file: bool) -> None:
     with stub() as one, stub() as other:
-        write(path, one.url)
-        with running_router(one.url, discover=(f"file:{path}",)) as router:
+        files = [path, path.with_name("more")] if is_in_file else [path]
+        for each in files:
+            write(each, one.url)
+        backends = () if is_in_file else (one.url,)
+        with running_router(*backends, wait_for=1, discover=[f"file:{each}" for each in files]) as router:
             write(path, other.url)
             until(lambda: router.states() == ["up", "up"])
             write(path)

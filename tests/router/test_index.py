@@ -40,6 +40,7 @@ def test_the_index_agrees_with_a_plain_model_through_a_random_life(seed: int) ->
     rng = random.Random(seed)
     index, model = RouteIndex(20_000, 20_000, seed=seed), Model()
     chains = [chain(100 * seed + i, rng.randint(1, 60)) for i in range(6)]
+    lone = chain(100 * seed + 6, 5)
     slots: list[int] = []
     num_compared = num_reused = 0
     for step in range(1000):
@@ -49,6 +50,9 @@ def test_the_index_agrees_with_a_plain_model_through_a_random_life(seed: int) ->
             slots.append(index.add_slot(10_000, at_ends=at_ends))
             num_reused += model.at_ends.get(slots[-1], at_ends) != at_ends
             model.at_ends[slots[-1]] = at_ends
+            index.store(slots[-1], lone[2:3])  # without the keys before it, it counts in slots of this kind alone
+            assert index.match(lone)[slots[-1]] == (3 if at_ends else 0)
+            index.remove(slots[-1], lone[2:3])
         elif action < 0.06 and len(slots) > 60:
             index.retire_slot(gone := slots.pop(rng.randrange(len(slots))))
             for part in (model.facts, *model.predictions):
