@@ -1,4 +1,4 @@
-"""Clients, replicas and operators that do as they please: nothing grows without bound, and nothing is let through."""
+"""Slow clients, salts, replicas without events and invalid keys: nothing grows without bound, and no key opens too much."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_client_that_does_not_read_waits_for_its_next_answers() -> None:
         assert connection.deadline_s < float("inf"), "an idle connection is closed some time"
 
 
-def test_a_salt_is_not_kept() -> None:
+def test_a_salt_is_not_cached() -> None:
     placement, before = Placement(), _root.cache_info().currsize
     placement.add_replica("r0", ReplicaInfo())
     for salt in ("s", "s" * 257):
@@ -51,12 +51,12 @@ def test_a_salt_is_not_kept() -> None:
     assert _root.cache_info().currsize == before + 1
 
 
-def test_a_replica_that_says_nothing_leaves_nothing_behind() -> None:
+def test_the_feed_of_a_replica_without_events_ends() -> None:
     with stub() as replica, running_router(replica.url) as router:
         until(lambda: all(feed.done() for feed in router.router.feeds._by_url.values()))
 
 
 @pytest.mark.parametrize(("variable", "key", "words"), table(__file__, "keys"))
-def test_a_key_of_the_environment_that_is_none_is_refused(variable: str, key: str, words: str) -> None:
+def test_an_invalid_key_in_the_environment_is_refused(variable: str, key: str, words: str) -> None:
     with pytest.raises(RouteError, match=words):
         resolve(RouterConfig(), {variable: key})

@@ -1,4 +1,4 @@
-"""What the edge refuses, and that what passes means the same to every parser behind it."""
+"""Requests at the router's edge: some are refused, and all others mean the same to every parser behind it."""
 
 import random
 import time
@@ -32,22 +32,22 @@ PIECES = [
 SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=BODY))
 
 
-def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: RunningRouter, backend: Stub) -> None:
-    """Java's own client offers h2c with every request. Cut into two pieces it is refused, and never becomes a second one."""
+def test_an_offer_of_another_protocol_is_not_passed_on(router: RunningRouter, backend: Stub) -> None:
+    """Java's own client offers h2c with every request. A request that comes in two pieces is refused, not read as two."""
     offer = (b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA", b"content-length: 16")
-    asked = post(BODY, *offer).replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
+    request = post(BODY, *offer).replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
     num_seen = len(backend.seen)
-    assert status(exchange(router.port, asked)) == 200
+    assert status(exchange(router.port, request)) == 200
     (seen,) = backend.seen[num_seen:]
     assert seen.body == BODY and not any(b"upgrade" in name or b"http2" in name for name, _ in seen.headers)
     inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    asked = post(inner, *offer[:2], b"content-length: %d" % len(inner))
-    asked = asked.replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
-    cut = asked.index(b"Upgrade: h2c") + 4
+    request = post(inner, *offer[:2], b"content-length: %d" % len(inner))
+    request = request.replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
+    cut = request.index(b"Upgrade: h2c") + 4
     with connect(router.port) as sock:
-        sock.sendall(asked[:cut])
+        sock.sendall(request[:cut])
         until(lambda: not all(each.is_idle for each in router.app.edge.connections))
-        sock.sendall(asked[cut:])
+        sock.sendall(request[cut:])
         answer = read_all(sock)
     assert answer.count(b"HTTP/1.1 ") == 1 and status(answer) == 400 and b"upgrades are not supported" in answer
 
@@ -59,22 +59,22 @@ def test_an_offer_of_another_protocol_is_ignored_and_goes_no_further(router: Run
         *(pytest.param(seed, 50_000, marks=(pytest.mark.nightly, pytest.mark.timeout(900))) for seed in (6, 7)),
     ],
 )
-def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
+def test_every_parser_reads_a_mangled_request_alike(
     router: RunningRouter, backend: Stub, seed: int, count: int
 ) -> None:
-    """Whatever bytes come in: each request that arrives behind the router is well-formed for two other parsers, with
-    the same method, target and body, and never are there more of them than the client's parser may have meant."""
+    """Whatever bytes come in, each request behind the router is well-formed for two other parsers, with the same method,
+    target and body, and there are never more of them than the client's parser may have meant."""
     rng = random.Random(seed)
     chunked = post(b"3\r\n{  \r\n1\r\n}\r\n0\r\n\r\n", b"transfer-encoding: chunked", close=False)
     originals = [*SMUGGLING.values(), *20 * [post(BODY, close=False)], *20 * [chunked]]
     answered = 0
     for _ in range(count):
-        asked = mangled(rng, rng.choice(originals), PIECES)
+        request = mangled(rng, rng.choice(originals), PIECES)
         num_seen = len(backend.seen)
-        answer = exchange(router.port, asked + post(BODY))
+        answer = exchange(router.port, request + post(BODY))
         assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
         seen = backend.seen[num_seen:]
-        assert len(seen) <= asked.count(b"HTTP/1") + 1
+        assert len(seen) <= request.count(b"HTTP/1") + 1
         for each in seen:
             answered += 1
             assert each.line.startswith(b"POST /") and each.line.endswith(b" HTTP/1.1")
@@ -104,14 +104,14 @@ def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes,
     assert (status(answer), words in answer) == (expected, True)
 
 
-def test_garbage_behind_a_request_comes_after_its_answer(router: RunningRouter, backend: Stub) -> None:
+def test_garbage_behind_a_request_is_refused_after_its_answer(router: RunningRouter, backend: Stub) -> None:
     answer = exchange(router.port, post(BODY, close=False) + b"\x00garbage\r\n\r\n")
     assert status(answer) == 200
     assert b"{}HTTP/1.1 400 " in answer
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
-def test_a_client_that_does_not_read_is_cut(asks_again: bool) -> None:
+def test_the_connection_of_a_client_that_does_not_read_is_cut(asks_again: bool) -> None:
     with (
         stub(endless) as endless_backend,
         running_router(endless_backend.url, limits=Limits(write_timeout_s=0.3)) as router,
@@ -130,7 +130,7 @@ def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router: RunningRo
     assert exchange(router.port, 1000 * request + last).count(b"HTTP/1.1 200 OK") == 1001
 
 
-def test_the_clock_of_a_deadline_starts_with_the_request_and_not_the_connection(router: RunningRouter) -> None:
+def test_a_deadline_starts_with_the_request_and_not_with_the_connection(router: RunningRouter) -> None:
     with connect(router.port) as sock:
         for _ in range(3):
             sock.sendall(post(BODY, close=False))
