@@ -17,6 +17,7 @@ from penstock.router.routes import OPEN, OWN, PROXIED
 from tests.router.test_edge import SMUGGLING
 from tests.support.programs import Program
 from tests.support.raw_http import clients, connect, exchange, post, read_all, status
+from tests.support.refusals import table
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub
 from tests.support.running_server import running, until
@@ -150,10 +151,13 @@ def test_the_host_header_has_no_say(keyed: Edge, host: str) -> None:
 # Heads.
 
 
-@pytest.mark.parametrize("name", SMUGGLING)
-def test_a_head_that_two_parsers_could_read_differently_is_refused(small: Edge, name: str) -> None:
+MALFORMED = SMUGGLING | dict(table(__file__, "malformed requests", post=post))
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_request_is_refused_and_reaches_no_engine(small: Edge, name: str) -> None:
     num_reached = small.num_reached()
-    answer = exchange(small.port, SMUGGLING[name])
+    answer = exchange(small.port, MALFORMED[name])
     assert 400 <= status(answer) <= 505 and b'"error":{"message":' in answer
     assert small.num_reached() == num_reached
 

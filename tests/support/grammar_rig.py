@@ -31,9 +31,9 @@ class GatedCompiler(Compiler):
 
     def __init__(self, *, is_vocabulary_gated: bool = False) -> None:
         self.gate = threading.Event()
-        super().__init__(self._load if is_vocabulary_gated else vocabulary)
+        super().__init__(self._load_when_open if is_vocabulary_gated else vocabulary)
 
-    def _load(self) -> GrammarVocabulary:
+    def _load_when_open(self) -> GrammarVocabulary:
         assert self.gate.wait(60)
         return vocabulary()
 

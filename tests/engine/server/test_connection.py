@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.raw_http import exchange, read_all, status
-from tests.support.refusals import cases, table
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, running, started, until
 
 LONG = msgspec.structs.replace(INFO, max_model_len=200_000)
@@ -65,18 +65,6 @@ def test_a_body_that_does_not_come_leaves_no_request_open() -> None:
             sock.sendall(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
             assert status(read_all(sock)) == 408
         until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
-
-
-@pytest.mark.parametrize("data", table(__file__, "not http", HEAD=HEAD))
-def test_malformed_http_is_answered_4xx_in_the_error_format(server: Running, data: bytes) -> None:
-    with server.connect() as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        answer = read_all(sock)
-    if answer:  # a client that half-closes may be taken at its word before it is answered
-        assert 400 <= status(answer) < 500
-        assert error(answer)["code"] == status(answer)
-    assert_serves(server)
 
 
 def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
