@@ -66,42 +66,38 @@ def test_a_refusal_names_the_field_and_changes_nothing(server: Running, tmp_path
     assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_a_paused_engine_takes_requests_and_answers_them_after_the_resume(server: Running) -> None:
-    assert server.http.post("/pause?mode=keep").json() == {"status": "paused"}
+def test_a_pause_keeps_awaits_or_ends_running_requests(server: Running) -> None:
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    kept = ask(server, **long)
+    until(lambda: server.engine.stats.num_running == 1)
+    for body in ({}, {"mode": "keep"}):  # the query and the body are one set of fields
+        assert server.http.post("/pause?mode=keep&mode=keep", json=body).json() == {"status": "paused"}
     assert server.http.post("/pause", json={"mode": "keep"}).json() == {"status": "paused"}
     assert server.http.get("/is_paused").json() == {"is_paused": True}
     assert server.http.get("/health").status_code == 200
     ready = server.http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "the engine is paused"})
-    asking = ask(server)
-    until(lambda: len(server.engine.answers) == 1)
-    assert server.http.post("/resume").json() == {"status": "resumed"}
-    assert asking.result(60)["finish_reason"] == "length"
-    assert server.http.get("/ready").status_code == 200
-
-
-def test_the_query_and_the_body_are_one_set_of_fields(server: Running) -> None:
-    asking = ask(server, max_tokens=2000, ignore_eos=True)
-    until(lambda: server.engine.stats.num_running == 1)
-    for body in ({}, {"mode": "keep"}):
-        assert server.http.post("/pause?mode=keep&mode=keep", json=body).json() == {"status": "paused"}
     assert server.http.post("/sleep?mode=keep", json={"level": 1}).json() == {"status": "asleep"}
     assert server.http.post("/wake_up", json={}).json() == {"status": "awake"}
-    assert asking.result(60)["finish_reason"] == "length"
+    assert kept.result(60)["finish_reason"] == "length"
 
+    server.http.post("/pause?mode=keep")
+    waiting = ask(server)
+    until(lambda: len(server.engine.answers) == 1)
+    assert server.http.post("/resume").json() == {"status": "resumed"}
+    assert waiting.result(60)["finish_reason"] == "length"
+    assert server.http.get("/ready").status_code == 200
 
-def test_a_pause_waits_for_running_requests_or_ends_them(server: Running) -> None:
-    long = {"max_tokens": 2000, "ignore_eos": True}
-    asking = ask(server, **long)
+    awaited = ask(server, **long)
     until(lambda: len(server.engine.answers) == 1)
     assert server.http.post("/pause?mode=wait").json() == {"status": "paused"}
-    assert asking.result(60)["finish_reason"] == "length" and len(server.engine.answers) == 0
+    assert awaited.result(60)["finish_reason"] == "length" and len(server.engine.answers) == 0
     server.http.post("/resume")
-    asking = ask(server, **long)
+
+    ended = ask(server, **long)
     until(lambda: server.engine.stats.num_running == 1)
     assert server.http.post("/pause").json() == {"status": "paused"}
-    ended = asking.result(60)
-    assert ended["finish_reason"] == "abort" and len(ended["token_ids"]) < 2000
+    assert ended.result(60)["finish_reason"] == "abort" and len(ended.result()["token_ids"]) < 2000
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
 

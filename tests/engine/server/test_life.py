@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -68,32 +68,27 @@ class Process(Program):
         return self._errors.read()
 
 
-class Stream(threading.Thread):
-    """Reads one stream to its end."""
+THREADS = ThreadPoolExecutor()
 
-    def __init__(self, process: Process, max_tokens: int) -> None:
-        super().__init__()
-        self.url = process.url
-        self.max_tokens = max_tokens
-        self.events: list[str] = []
-        self.begun = threading.Event()
-        self.start()
-        assert self.begun.wait(60)
 
-    def run(self) -> None:
-        body = {"prompt": "abc", "max_tokens": self.max_tokens, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+def begin_stream(process: Process) -> Future[list[str]]:
+    """Request a stream of 900 tokens, and return its events, of which the first has come."""
+    has_begun, events = threading.Event(), list[str]()
+
+    def read() -> list[str]:
+        body = {"prompt": "abc", "max_tokens": 900, "stream": True}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as answer:
             try:
                 for line in filter(None, answer.iter_lines()):
-                    self.events.append(line.removeprefix("data: "))
-                    self.begun.set()
+                    events.append(line.removeprefix("data: "))
+                    has_begun.set()
             except httpx.RemoteProtocolError:
-                self.events.append("cut off")
+                events.append("cut off")
+        return events
 
-    def finish(self) -> list[str]:
-        self.join(60)
-        assert not self.is_alive()
-        return self.events
+    stream = THREADS.submit(read)
+    assert has_begun.wait(60)
+    return stream
 
 
 @contextlib.contextmanager
@@ -125,7 +120,7 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
     number: signal.Signals, before: Sequence[str]
 ) -> None:
     with process(before=before) as server:
-        stream = Stream(server, 900)
+        stream = begin_stream(server)
         assert server.http.get("/ready").status_code == 200
         server.signal(number)
         until(lambda: server.http.get("/ready").status_code == 503)
@@ -135,7 +130,7 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
         assert refused.json()["error"]["message"] == "the server is shutting down"
         assert refused.headers["connection"] == "close"
         server.signal(signal.SIGWINCH)  # the rest of the answer comes at once
-        events = stream.finish()
+        events = stream.result(60)
         assert text(events) == "abc" * 300
         assert events[-1] == "[DONE]"
         assert server.exit_code() == 0
@@ -148,12 +143,12 @@ def test_a_second_signal_ends_the_server_and_the_log_has_no_prompt_and_no_key() 
         server.http.post("/v1/completions?canary-query", json=body, headers=headers)
         server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
         server.http.get("/canary-path")
-        stream = Stream(server, 900)
+        stream = begin_stream(server)
         server.signal(signal.SIGTERM)
         until(lambda: server.http.get("/ready").status_code == 503)
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
-        assert stream.finish()[-1] == "cut off"
+        assert stream.result(60)[-1] == "cut off"
         log = server.log()
     assert "canary" not in log
     assert "/v1/completions 200" in log and "client_id=mine-7" in log
@@ -172,12 +167,12 @@ ENDS = {  # the time to drain, the signals, and the message of the error, with w
 def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
     drain_timeout_s, numbers, message = ENDS[why]
     with process(drain_timeout_s) as server:
-        stream = Stream(server, 900)
+        stream = begin_stream(server)
         server.signal(numbers[0])
         for number in numbers[1:]:
             until(lambda: server.http.get("/ready").status_code == 503)
             server.signal(number)
-        *_, last, done = map(str, stream.finish())
+        *_, last, done = map(str, stream.result(60))
         assert done == "[DONE]"
         if message is None:
             assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
