@@ -23,7 +23,11 @@ def _text(value: Any) -> str:
 
 def _objects(before: str, after: str, join: str, key: str = "arguments") -> Callable[[Sequence[Call]], str]:
     def write(calls: Sequence[Call]) -> str:
-        return before + join.join(f'{{"name": "{name}", "{key}": {_json(given)}}}' for name, given in calls) + after
+        return (
+            before
+            + join.join(f'{{"name": "{name}", "{key}": {_json(arguments)}}}' for name, arguments in calls)
+            + after
+        )
 
     return write
 
@@ -31,13 +35,13 @@ def _objects(before: str, after: str, join: str, key: str = "arguments") -> Call
 def _each(
     write: Callable[[str, dict[str, Any]], str], before: str, after: str, join: str
 ) -> Callable[[Sequence[Call]], str]:
-    return lambda calls: before + join.join(write(name, given) for name, given in calls) + after
+    return lambda calls: before + join.join(write(name, arguments) for name, arguments in calls) + after
 
 
 def _function(break_: str) -> Callable[[str, dict[str, Any]], str]:
-    def write(name: str, given: dict[str, Any]) -> str:
+    def write(name: str, arguments: dict[str, Any]) -> str:
         values = "".join(
-            f"<parameter={key}>{break_}{_text(value)}{break_}</parameter>\n" for key, value in given.items()
+            f"<parameter={key}>{break_}{_text(value)}{break_}</parameter>\n" for key, value in arguments.items()
         )
         return f"<function={name}>\n{values}</function>"
 
@@ -45,23 +49,23 @@ def _function(break_: str) -> Callable[[str, dict[str, Any]], str]:
 
 
 def _glm(break_: str) -> Callable[[str, dict[str, Any]], str]:
-    def write(name: str, given: dict[str, Any]) -> str:
+    def write(name: str, arguments: dict[str, Any]) -> str:
         pairs = (
             f"<arg_key>{key}</arg_key>{break_}<arg_value>{_text(value)}</arg_value>{break_}"
-            for key, value in given.items()
+            for key, value in arguments.items()
         )
         return f"{name}{break_}{''.join(pairs)}"
 
     return write
 
 
-def _minimax(name: str, given: dict[str, Any]) -> str:
-    values = "".join(f'<parameter name="{key}">{_text(value)}</parameter>\n' for key, value in given.items())
+def _minimax(name: str, arguments: dict[str, Any]) -> str:
+    values = "".join(f'<parameter name="{key}">{_text(value)}</parameter>\n' for key, value in arguments.items())
     return f'<invoke name="{name}">\n{values}</invoke>'
 
 
 def _python(literal: Callable[[Any], str]) -> Callable[[str, dict[str, Any]], str]:
-    return lambda name, given: f"{name}({', '.join(f'{key}={literal(value)}' for key, value in given.items())})"
+    return lambda name, arguments: f"{name}({', '.join(f'{key}={literal(value)}' for key, value in arguments.items())})"
 
 
 def _literal(value: Any) -> str:
@@ -79,25 +83,27 @@ def _gemma_value(value: Any, quote: str) -> str:
 
 
 def _gemma(start: str, end: str, quote: str) -> Callable[[Sequence[Call]], str]:
-    return lambda calls: "".join(f"{start}call:{name}{_gemma_value(given, quote)}{end}" for name, given in calls)
+    return lambda calls: "".join(
+        f"{start}call:{name}{_gemma_value(arguments, quote)}{end}" for name, arguments in calls
+    )
 
 
 def _deepseek(before: str, after: str, join: str) -> Callable[[Sequence[Call]], str]:
-    def write(name: str, given: dict[str, Any]) -> str:
-        return f"<｜tool▁call▁begin｜>{before.format(name)}{_json(given)}{after}<｜tool▁call▁end｜>"
+    def write(name: str, arguments: dict[str, Any]) -> str:
+        return f"<｜tool▁call▁begin｜>{before.format(name)}{_json(arguments)}{after}<｜tool▁call▁end｜>"
 
     return _each(write, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", join)
 
 
 def _tag(write: Callable[[str, dict[str, Any]], str], tag: str, break_: str) -> Callable[[Sequence[Call]], str]:
-    return _each(lambda name, given: f"<{tag}>{break_}{write(name, given)}{break_}</{tag}>", "", "", break_)
+    return _each(lambda name, arguments: f"<{tag}>{break_}{write(name, arguments)}{break_}</{tag}>", "", "", break_)
 
 
 WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "hermes": _each(lambda *call: _objects("<tool_call>\n", "\n</tool_call>", "")([call]), "", "", "\n"),
     "llama3_json": _objects("", "", "; ", "parameters"),
     "mistral": _objects("[TOOL_CALLS][", "]", ", "),
-    "mistral with args": _each(lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{_json(given)}", "", "", ""),
+    "mistral with args": _each(lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}", "", "", ""),
     "qwen2_5_coder": _objects("```json\n", "\n```", "\n"),
     "qwen3_coder": _tag(_function("\n"), "tool_call", "\n"),
     "seed_oss": _tag(_function(""), "seed:tool_call", "\n"),

@@ -40,17 +40,17 @@ class Collector:
         self.spans: list[SpanSeen] = []
         self.headers: list[dict[str, str]] = []
         self.status = 200
-        self.num_asked = 0
+        self.num_requests = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def answer(self, asked: Seen, sock: socket.socket) -> bytes:
-        self.num_asked += 1
+    def answer(self, request: Seen, sock: socket.socket) -> bytes:
+        self.num_requests += 1
         self.may_answer.wait(60)
         if self.status == 200:
-            assert asked.line.startswith(b"POST /v1/traces ")
-            self.headers.append({name.decode(): value.decode() for name, value in asked.headers})
-            for resource in ExportTraceServiceRequest.FromString(asked.body).resource_spans:
+            assert request.line.startswith(b"POST /v1/traces ")
+            self.headers.append({name.decode(): value.decode() for name, value in request.headers})
+            for resource in ExportTraceServiceRequest.FromString(request.body).resource_spans:
                 service = plain(resource.resource.attributes)["service.name"]
                 for scope in resource.scope_spans:
                     assert scope.scope.name == "penstock"
@@ -58,7 +58,7 @@ class Collector:
         return whole(b"", b"%d said so" % self.status)
 
     def named(self, name: str, count: int = 1) -> list[SpanSeen]:
-        """The spans of a name, once there are as many."""
+        """Return the spans of a name, once there are as many."""
         until(lambda: sum(span.name == name for span in self.spans) >= count)
         return [span for span in self.spans if span.name == name]
 
@@ -87,10 +87,10 @@ def plain(attributes: Iterable[KeyValue]) -> dict[str, Any]:
     return {each.key: value(each.value) for each in attributes}
 
 
-def value(found: AnyValue) -> Any:
-    kind = found.WhichOneof("value")
+def value(any_value: AnyValue) -> Any:
+    kind = any_value.WhichOneof("value")
     assert kind is not None
-    return [value(each) for each in found.array_value.values] if kind == "array_value" else getattr(found, kind)
+    return [value(each) for each in any_value.array_value.values] if kind == "array_value" else getattr(any_value, kind)
 
 
 def traced(collector: Collector) -> Telemetry:

@@ -218,7 +218,7 @@ class FakeEngine:
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:
-    """The token is the likeliest, its neighbours follow; the last one is impossible."""
+    """Return log probabilities in which the token is the likeliest, its neighbours follow, and the last one is impossible."""
     ids = tuple((token + step) % 256 for step in range(count))
     values = [-0.5 * (step + 1) for step in range(count)]
     if count > 1:

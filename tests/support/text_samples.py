@@ -23,7 +23,7 @@ CORPUS = [
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """`count` random texts, and each of the pieces alone."""
+    """Return `count` random texts, and each of the pieces alone."""
     rng = random.Random(seed)
 
     def piece() -> str:
@@ -46,7 +46,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(prefix: bool = True) -> Tokenizer:
-    """Llama's kind: unknown, ends, 256 byte tokens, then pieces with ▁ for a space."""
+    """Return a tokenizer of Llama's kind: unknown, ends, 256 byte tokens, then pieces with ▁ for a space."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=160, show_progress=False, min_frequency=1))
@@ -77,14 +77,14 @@ def metaspace(scheme: str = "always") -> Tokenizer:
 
 
 def undecorated() -> Tokenizer:
-    """No decoder at all: the library puts spaces between the tokens."""
+    """Return a tokenizer without a decoder: the library puts spaces between the tokens."""
     tokenizer = sentencepiece()
     tokenizer.decoder = None
     return tokenizer
 
 
 def folder(path: Path, tokenizer: Tokenizer, **files: dict[str, Any]) -> Path:
-    """A model folder: folder(path, tokenizer, config={…}, tokenizer_config={…}) writes config.json and so on."""
+    """Write a model folder: folder(path, tokenizer, config={…}, tokenizer_config={…}) writes config.json and so on."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     for name, content in {"config": {}, **files}.items():

@@ -1,4 +1,4 @@
-"""What models of each format write, right and wrong, and the shortest way to have it read."""
+"""Calls in the formats that have objects as calls, and the shortest way to read an answer and to follow a grammar."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -56,9 +56,9 @@ def ids_of(*marks: str) -> dict[str, int]:
 
 def lark_matcher(lark: str, *marks: str) -> LLMatcher:
     """Return the matcher of a grammar of tool calls, to which these marks are special tokens."""
-    found = LLMatcher(vocabulary_of(*marks).backend, lark)
-    assert not found.is_error(), found.get_error()
-    return found
+    matcher = LLMatcher(vocabulary_of(*marks).backend, lark)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
 
 
 def verdict(matcher: LLMatcher, text: str, *marks: str) -> str:
@@ -73,22 +73,22 @@ def verdict(matcher: LLMatcher, text: str, *marks: str) -> str:
 def read(
     pieces: Iterable[str], calls: Calls | None, thinking: Thinking | None = None, *, certain: bool = False
 ) -> Read:
-    """Everything that a reader makes of a text that comes in these pieces."""
+    """Return everything that a reader makes of a text that comes in these pieces."""
     reader = AnswerReader(calls, thinking, is_certain=certain)
-    found: list[Piece] = []
+    parts: list[Piece] = []
     text = ""
     for piece in pieces:
         text += piece
-        found += reader.feed(piece)
+        parts += reader.feed(piece)
         reader.check()
-    found += reader.finish()
-    for each in found:
+    parts += reader.finish()
+    for each in parts:
         assert not isinstance(each, Content) or each.text == text[each.end - len(each.text) : each.end], each
-    return gathered(found)
+    return gathered(parts)
 
 
 def gathered(pieces: Sequence[Piece]) -> Read:
-    """The pieces by kind; calls must be numbered as they come, and have arguments only after their name."""
+    """Join the pieces by kind; calls must be numbered as they come, and have arguments only after their name."""
     calls: list[tuple[str, str]] = []
     for piece in pieces:
         if isinstance(piece, CallStart):

@@ -16,7 +16,7 @@ from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running, started
+from tests.support.running_server import MODEL, Running, started
 from tests.support.serve_options import check_serve
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -75,12 +75,6 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
     assert load(server, "sql", other, load_inplace=True).status_code == 200
     assert ids(server, "sql") != first
     assert load(server, "again", path).status_code == 200 and ids(server, "again") == first
-
-
-def test_without_being_switched_on_there_are_no_such_routes(tmp_path: Path) -> None:
-    with running() as server:
-        assert load(server, "sql", content_folder(tmp_path, "a")).status_code == 404
-        assert server.post(UNLOAD, {"lora_name": "sql"}).status_code == 404
 
 
 def test_modules_on_the_command_line() -> None:

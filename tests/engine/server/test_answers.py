@@ -223,5 +223,7 @@ def test_tokenizing_and_back(server: Running) -> None:
     assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": None}
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
     assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    texts = server.post("/tokenize", {"prompt": "abc", "add_special_tokens": False, "return_token_strs": True}).json()
+    assert (texts["tokens"], texts["token_strs"]) == ([97, 98, 99], ["a", "b", "c"])
     messages = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
     assert bytes(server.post("/tokenize", messages).json()["tokens"]) == b"user: x\n"

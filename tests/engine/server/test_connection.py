@@ -6,6 +6,7 @@ tests/test_edges.py asks for the limits of sizes, times and connections, of the 
 import contextlib
 import json
 import random
+import re
 import socket
 import time
 from typing import Any
@@ -123,6 +124,10 @@ def test_a_client_that_leaves_has_its_request_aborted_without_a_warning(
         until(lambda: len(engine.answers) == 0)  # long before its 900 tokens are there, or nothing would be aborted
         assert sorted(engine.aborted) == ids
         until(lambda: server.app.service.metrics.requests[path, 499] == 1)
+        metrics = server.http.get("/metrics").text
+        aborted = re.findall(r'^vllm:request_success_total\{.*finished_reason="abort".*\} (\d+)', metrics, re.MULTILINE)
+        assert aborted == [str(len(ids))]
+        server.http.close()
         until(lambda: not server.call(lambda: list(server.listener.connections)))
     assert [record for record in caplog.records if record.name != "penstock.engine.access"] == []
 

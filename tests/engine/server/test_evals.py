@@ -87,11 +87,7 @@ def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(server: Runn
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
 
 
-def test_the_harness_may_tokenize_here(server: Running) -> None:
+def test_the_harness_learns_the_tokenizer(server: Running) -> None:
     info = server.http.get("/tokenizer_info").json()
     assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert info["chat_template"] and set(byte_tokenizer().special_tokens) <= set(info)
-    body = {"prompt": "abc", "add_special_tokens": False}
-    plain = server.post("/tokenize", body).json()
-    assert (plain["tokens"], plain["token_strs"]) == (ids("abc"), None)
-    assert server.post("/tokenize", {**body, "return_token_strs": True}).json()["token_strs"] == ["a", "b", "c"]

@@ -131,16 +131,6 @@ def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pyte
     assert (metrics.first_token.total, metrics.next_token.total, metrics.whole.total) == (1.0, 4 / 2 + 3, 8.0)
 
 
-def test_a_request_whose_client_left_counts_as_aborted() -> None:
-    engine = FakeEngine()
-    engine.hold = True
-    with running(engine) as server:
-        server.leave(num_open=2, n=2)
-        until(lambda: len(engine.answers) == 0)
-        until(lambda: samples(server).get("penstock:http_requests_total{route=/v1/completions,status=499}") == 1)
-        assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
-
-
 def test_requests_that_the_connection_refuses_are_counted_too() -> None:
     with running(max_body_bytes=2000) as server:
         assert server.complete("x" * 5000).status_code == 413

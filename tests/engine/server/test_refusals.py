@@ -201,6 +201,11 @@ def test_log_probabilities_of_a_chat_s_prompt_are_counted_once(
 
 # Models, routes, methods.
 
+OPTIONAL_ROUTES = (
+    *("/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/is_paused", "/is_sleeping", "/get_world_size"),
+    *("/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+
 
 def test_an_unknown_model_is_a_404_that_names_the_known_ones(server: Running) -> None:
     assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
@@ -220,6 +225,9 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Runn
     refused(server.http.get("/v2/models"), 404)
     refused(server.http.get("/v1/models/../../etc/passwd"), 404)
     refused(server.http.get(f"/{'x' * 5000}"), 404)
+    for path in OPTIONAL_ROUTES:  # the operator has not allowed them
+        refused(server.post(path, {}), 404)
+        refused(server.http.get(path), 404)
     answer = server.http.get("/v1/completions")
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"

@@ -186,10 +186,10 @@ def test_a_collector_that_fails_or_hangs_delays_no_request(
     collector.status = 500
     with tracing_to(collector) as server:
         assert server.complete(max_tokens=1).status_code == 200
-        until(lambda: collector.num_asked == 1)
+        until(lambda: collector.num_requests == 1)
         collector.may_answer.clear()
         assert server.complete(max_tokens=1).status_code == 200
-        until(lambda: collector.num_asked == 2)
+        until(lambda: collector.num_requests == 2)
         assert server.complete(max_tokens=1).status_code == 200
     assert collector.spans == []
 

@@ -15,25 +15,17 @@ from penstock.engine.text.gguf_tokenizer import SPLITS
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.gguf_header import GgufHeader
+from tests.support import gguf_files
 from tests.support import text_samples as samples
 from tests.support.refusals import cases, table
-
-gguf = import_module("gguf")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write(path: Path, architecture: str = "llama", **metadata: Any) -> Path:
     """Write a .gguf file with metadata only. `tokens="a"` becomes tokenizer.ggml.tokens."""
-    writer = gguf.GGUFWriter(path, architecture)
-    adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-    for key, value in metadata.items():
-        name = f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}"
-        adders[type(value)](name.replace("__", "."), value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+    keys = {f"tokenizer.{'' if key.startswith('chat_template') else 'ggml.'}{key}": metadata[key] for key in metadata}
+    return gguf_files.write(path, architecture, {key.replace("__", "."): keys[key] for key in keys}, {})
 
 
 def load(path: Path) -> Tokenizer:
@@ -166,7 +158,7 @@ def test_every_scheme_builds_and_loses_no_character() -> None:
 
 
 def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer = import_module("gguf").GGUFWriter(tmp_path / "m.gguf", "llama")
     values = cases(__file__, "values of GGUF")
     for key, kind, value in values:
         getattr(writer, f"add_{kind}")(key, value)

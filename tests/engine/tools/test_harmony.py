@@ -34,6 +34,7 @@ def read(reader: HarmonyReader, pieces: list[str]) -> Read:
     for piece in pieces:
         out += reader.feed(piece)
         reader.check()
+        assert reader.is_certain or not reader.is_enforced
     out += reader.finish()
     reader.check()
     return gathered(out)
