@@ -28,14 +28,23 @@ async function startWatch() {
 }
 
 function liveTiles(history) {
+  const [first, last] = [history.looks[0], history.looks.at(-1)];
   const gauge = (label, name) => {
     const line = history.looks.map(({ series }) => total(series, name) ?? 0);
     return tile(label, [figure(total(history.now, name)), ""], line);
   };
-  const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
+  const speed = (label, name) => {
+    const measure = (from, to) => growth(from, to, name) / (to.at - from.at);
+    return tile(label, [figure(measure(history.looks.at(-4) ?? first, last)), "tok/s"], history.line(measure));
+  };
   const ratio = (label, format, top, bottom) => {
-    const [value, period] = history.ratio(top, bottom);
-    return tile(label + period, format(value), history.ratios(top, bottom));
+    const measure = (from, to) => {
+      const count = growth(from, to, bottom);
+      return count > 0 ? growth(from, to, top) / count : undefined;
+    };
+    const recent = measure(first, last); // in the last minute
+    const value = recent ?? measure(START, last);
+    return tile(recent === value ? label : `${label}, since start`, format(value), history.line(measure));
   };
   const mean = (label, name) => ratio(label, duration, `${name}_sum`, `${name}_count`);
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
@@ -121,35 +130,17 @@ class History {
     return this.looks.at(-1).series;
   }
 
-  /** Return the growth of a counter per second over the last samples; undefined with a single sample. */
-  rate(name) {
-    return between(this.looks.at(-4) ?? this.looks[0], this.looks.at(-1), name);
-  }
-
-  /** Return the same between all adjacent samples, for a line chart. */
-  rates(name) {
-    return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name) ?? 0);
-  }
-
-  /** Return the growth of `top` divided by that of `bottom` in the last minute; else since the start, and these words. */
-  ratio(top, bottom) {
-    const grown = (name) => (total(this.now, name) ?? 0) - (total(this.looks[0].series, name) ?? 0);
-    if (grown(bottom) > 0) return [grown(top) / grown(bottom), ""];
-    return total(this.now, bottom) ? [total(this.now, top) / total(this.now, bottom), ", since start"] : [undefined, ""];
-  }
-
-  /** Return the same between all adjacent samples, for a line chart; 0 where `bottom` did not grow. */
-  ratios(top, bottom) {
-    const counts = this.rates(bottom);
-    return this.rates(top).map((rate, i) => (counts[i] > 0 ? rate / counts[i] : 0));
+  /** Return a measure of two samples for all adjacent ones, for a line chart; 0 where there is none. */
+  line(measure) {
+    return this.looks.slice(1).map((look, i) => measure(this.looks[i], look) || 0);
   }
 }
 
-function between(first, last, name) {
-  const seconds = last.at - first.at;
-  const now = total(last.series, name);
-  if (seconds <= 0 || now === undefined) return undefined;
-  return (now - (total(first.series, name) ?? 0)) / seconds;
+const START = { series: new Map() }; // before the first count
+
+/** Return the growth of a counter between two samples; NaN if the later one does not have it. */
+function growth(from, to, name) {
+  return total(to.series, name) - (total(from.series, name) ?? 0);
 }
 
 // Number formats and chart elements.
