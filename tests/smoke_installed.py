@@ -1,4 +1,4 @@
-"""What a wheel built from the sdist must be able to do, run by `make check` against the installed copy.
+"""A test of the wheel that was built from the sdist, run by `make check` against the installed copy.
 
 Usage: smoke_installed.py FOLDER, which holds the sdist, the wheel and `site`, where the wheel was installed and
 which is first on the path. It must find nothing of the source tree.

@@ -1,4 +1,4 @@
-"""What is logged, by room: refused by name where it is wrong, and known to the processes that are started."""
+"""Levels of the log by room: wrong ones are refused by name, and child processes inherit them."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_what_a_client_wrote_cannot_begin_a_line_of_the_log_or_move_the_cursor()
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "levels"),
     [
         ("info", {"": "info"}),
         ("WARNING", {"": "warning"}),
@@ -59,8 +59,8 @@ def test_what_a_client_wrote_cannot_begin_a_line_of_the_log_or_move_the_cursor()
         ("error, router=debug,cache=warning", {"": "error", "router": "debug", "cache": "warning"}),
     ],
 )
-def test_levels_are_read_by_room(text: str, found: dict[str, str]) -> None:
-    assert log_levels(text) == found
+def test_levels_are_read_by_room(text: str, levels: dict[str, str]) -> None:
+    assert log_levels(text) == levels
 
 
 @pytest.mark.parametrize(("text", "message"), table(__file__, "log levels"))
@@ -82,7 +82,7 @@ def test_a_command_refuses_it_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "levels"),
+    ("option", "environment", "levels"),
     [
         ("", {}, {"": 30, "penstock": 20, "penstock.router": 20, "penstock.cache": 20}),
         ("error,cache=debug", {}, {"": 40, "penstock": 40, "penstock.router": 40, "penstock.cache": 10}),
@@ -91,10 +91,10 @@ def test_a_command_refuses_it_before_anything_starts(
     ],
 )
 def test_the_processes_that_are_started_log_alike_and_libraries_say_warnings_alone(
-    given: str, environment: dict[str, str], levels: dict[str, int]
+    option: str, environment: dict[str, str], levels: dict[str, int]
 ) -> None:
     plain = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, given], capture_output=True, text=True, env={**plain, **environment}, check=True
+        [sys.executable, "-c", PARENT, option], capture_output=True, text=True, env={**plain, **environment}, check=True
     )
     assert done.stdout.count(str(levels).replace("'", '"').replace(" ", "")) == 2, done.stdout

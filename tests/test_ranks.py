@@ -37,7 +37,7 @@ def children(pid: int) -> list[int]:
 
 
 def family(server: Command) -> list[int]:
-    """The core and its workers."""
+    """Return the processes of the core and its workers."""
     (core,) = children(server.process.pid)
     return [core, *children(core)]
 

@@ -24,11 +24,11 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def hot(wanted: StructuredOutputs | None, seed: int = 0, **options: object) -> SamplingParams:
+def hot(form: StructuredOutputs | None, seed: int = 0, **options: object) -> SamplingParams:
     return SamplingParams(
         temperature=1.5,
         seed=seed,
-        structured_outputs=wanted,
+        structured_outputs=form,
         **{"max_tokens": 900, **options},  # type: ignore
     )
 
@@ -55,20 +55,20 @@ def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -
         (StructuredOutputs(grammar='start: "(" /[0-9]{1,3}/ (("+" | "-") /[0-9]{1,3}/)~0..3 ")"'),
          r"\(\d{1,3}([+-]\d{1,3}){0,3}\)"),
     ]  # fmt: skip
-    params = [hot(wanted, n=3) for wanted, _ in forms]
+    params = [hot(form, n=3) for form, _ in forms]
     free = hot(None, max_tokens=30)
     results = llm.chat([QUESTION] * 5, [free, *params, free], use_tqdm=False)
-    for (wanted, pattern), result in zip(forms, results[1:4], strict=True):
+    for (form, pattern), result in zip(forms, results[1:4], strict=True):
         for choice in result.outputs:
-            regex = pattern or wanted.regex
+            regex = pattern or form.regex
             assert regex is not None and re.fullmatch(regex, choice.text), choice.text
     assert results[0].outputs[0].token_ids == results[4].outputs[0].token_ids
 
 
 def test_a_text_that_reads_like_a_special_token_is_text(llm: LLM) -> None:
     """The one that ends the model's turns, of all tokens: nothing but this text may follow the quote."""
-    for wanted in (StructuredOutputs(json={"const": "<|im_end|>"}), StructuredOutputs(choice=['"<|im_end|>"'])):
-        (result,) = llm.chat(QUESTION, hot(wanted), use_tqdm=False)
+    for form in (StructuredOutputs(json={"const": "<|im_end|>"}), StructuredOutputs(choice=['"<|im_end|>"'])):
+        (result,) = llm.chat(QUESTION, hot(form), use_tqdm=False)
         assert json.loads(result.outputs[0].text) == "<|im_end|>"
 
 

@@ -18,7 +18,7 @@ WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "viol
 
 @pytest.fixture(autouse=True)
 def loads_are_always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded depends on how fast the machine was a moment ago (tests/engine/test_tiers.py); what comes back may not."""
+    """Make the choice of loads independent of the machine's speed, which tests/engine/test_tiers.py checks."""
     monkeypatch.setattr(Rates, "is_load_faster", lambda *_: True)
     monkeypatch.setattr(Rates, "patience_s", lambda *_: 60.0)
 
@@ -44,7 +44,7 @@ def answers(llm: LLM, texts: list[str], max_tokens: int = 6) -> tuple[list[list[
 
 
 def peers_agree(ranks: int, **options: Any) -> None:
-    """What one engine has computed, another over real connections reads and goes on from."""
+    """Check that an engine reads blocks of another over real connections, and goes on from them."""
     (address,) = free_addresses(1, ranks)
     texts = prompts(3)
     shared: dict[str, Any] = {"kv_host_bytes": "64MiB", "tensor_parallel_size": ranks, **options}
@@ -60,7 +60,7 @@ def peers_agree(ranks: int, **options: Any) -> None:
 
 
 def heard(llm: LLM) -> int:
-    """An empty step asks all ranks."""
+    """Return how many blocks the ranks have reported, which an empty step asks for."""
     core = llm._running()
     tiers = core.scheduler.tiers
     assert isinstance(tiers, Tiers)

@@ -49,7 +49,7 @@ class LossyCalls(SystemCalls):
                 _put(content, offset, data)
 
     def crash(self, directory: Path, draw: random.Random) -> dict[str, bytes]:
-        """What each file holds afterwards: any selection of the sectors of unsynced writes, in any order."""
+        """Return the content of each file afterwards: any selection of the sectors of unsynced writes, in any order."""
         with self._lock:
             return {path.name: self._left_of(path, draw) for path in sorted(directory.iterdir())}
 

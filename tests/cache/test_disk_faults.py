@@ -1,4 +1,4 @@
-"""What the disk tier makes of a disk that fails, hangs or lies. No byte that it serves may ever be wrong."""
+"""The disk tier on a disk that fails, hangs or lies. No byte that it serves may ever be wrong."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def reopened_serves_only_what_is_right(path: Path) -> None:
 
 
 def run_through(path: Path, calls: FaultyCalls) -> None:
-    """A short life: fill, read, overflow, read, close. Whatever fails, every store and load ends once."""
+    """Fill, read, overflow, read and close a tier. Every store and load ends once, whichever call fails."""
     try:
         rig = Rig(path, calls=calls, limits=PATIENT)
     except OSError:

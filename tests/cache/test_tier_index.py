@@ -11,9 +11,9 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def saved(device: BlockPool, index: TierIndex, *numbers: int) -> int:
+def saved(device: BlockPool, index: TierIndex, *keys: int) -> int:
     """Fill new blocks with these keys; return how many of them the host takes."""
-    for number, block in zip(numbers, device.allocate(len(numbers)), strict=True):
+    for number, block in zip(keys, device.allocate(len(keys)), strict=True):
         device.register(block, key(number))
         index.offer(key(number))
     saves = index.take_saves(device, 100, 0)

@@ -1,4 +1,4 @@
-"""What the core says about its cache is what its pool holds."""
+"""The core reports exactly the blocks that its pool holds."""
 
 import random
 from array import array
@@ -19,28 +19,30 @@ from tests.support.refusals import hardest
 from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 
 
-def apply(known: set[bytes], updates: list[CacheUpdate], tier: str = "device") -> None:
+def apply(reported: set[bytes], updates: list[CacheUpdate], tier: str = "device") -> None:
     for each in updates:
         if each.tier != tier:
             continue
         stored, removed = ({run[at : at + 8] for at in range(0, len(run), 8)} for run in (each.stored, each.removed))
         assert not stored & removed
         if each.is_snapshot:
-            known.clear()
-        known -= removed
-        known |= stored
+            reported.clear()
+        reported -= removed
+        reported |= stored
 
 
-def promised(message: Submit, known: set[bytes], info: ModelInfo) -> tuple[Request, int]:
-    """How many blocks of its prompt a router takes to be cached. (One more token, so that all of them may be found.)"""
+def promised(message: Submit, reported: set[bytes], info: ModelInfo) -> tuple[Request, int]:
+    """Return the request, and how many blocks of its prompt a router takes to be cached.
+
+    One more token is appended, so that all blocks can be hits."""
     root = namespace_root(model=info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
     tokens = array("i", message.tokens + bytes(4))
     request = Request(message, 0, 0.0, tokens, 1, RequestKv(root, skips_cache=False))
     request.kv.keys = block_keys(memoryview(tokens), BLOCK_SIZE, root=root)
-    is_known = [key[:8] in known for key in request.kv.keys]
+    is_cached = [key[:8] in reported for key in request.kv.keys]
     if info.hits_at_ends:
-        return request, max((index + 1 for index, each in enumerate(is_known) if each), default=0)
-    return request, len(list(takewhile(bool, is_known)))
+        return request, max((index + 1 for index, each in enumerate(is_cached) if each), default=0)
+    return request, len(list(takewhile(bool, is_cached)))
 
 
 @pytest.mark.parametrize("num_host_blocks", hardest([0, 200], 200))
@@ -57,7 +59,7 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
         if num_host_blocks:
             pools["host"], find, tier = world.tiers.index.host, world.tiers.page_of, "host"
         log = CacheLog({name: UsableKeys(pool, own) for name, pool in pools.items()}, own.keys)
-        known: set[bytes] = set()
+        reported: set[bytes] = set()
         prompts = []
         for number in range(50):
             if number == 10:
@@ -69,9 +71,9 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
                 world.step()
             if number < 10:
                 continue
-            apply(known, log.updates(), tier)
+            apply(reported, log.updates(), tier)
             for message in prompts[-8:]:
-                request, count = promised(message, known, world.executor.info)
+                request, count = promised(message, reported, world.executor.info)
                 found = own.keys.find(request, find).num_blocks
                 assert count <= found
                 num_promised += count

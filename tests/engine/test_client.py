@@ -50,7 +50,7 @@ async def running(engine: AsyncEngine | None = None) -> AsyncIterator[AsyncEngin
 
 @pytest.fixture(scope="module")
 def engine(runner: asyncio.Runner) -> Iterator[AsyncEngine]:
-    """An engine for tests that leave it as they found it."""
+    """Start an engine for tests that leave it idle."""
     engine = make()
     runner.run(engine.start())
     yield engine
@@ -265,7 +265,7 @@ async def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
 async def test_a_file_that_gives_no_bytes_is_refused_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a mount whose server is gone: the thread that reads hangs in the kernel."""
+    """The thread that reads hangs in the kernel, as on a mount whose server is gone."""
     (tmp_path / "adapter_config.json").write_text("{}")
     is_over = threading.Event()
     monkeypatch.setattr(adapter_files, "open_regular", lambda _path: is_over.wait() and io.BytesIO())

@@ -153,9 +153,9 @@ def test_steps_in_flight_are_collected_by_their_own_deadlines_before_an_adapter_
     seen: list[tuple[str, str, bool]] = []
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             seen.append((name, heartbeat(core, duty).job, core.step_ends_s is not None))
-            return method(*given)
+            return method(*arguments)
 
         return call
 

@@ -39,10 +39,10 @@ def test_the_longest_repeat_nearest_to_the_end_is_found() -> None:
     assert 1000 < found < 3500
 
 
-@pytest.mark.parametrize(("length", "place"), [(WINDOW, 3), (WINDOW + 1, -1)])
-def test_a_repeat_is_found_within_a_window(length: int, place: int) -> None:
+@pytest.mark.parametrize(("length", "position"), [(WINDOW, 3), (WINDOW + 1, -1)])
+def test_a_repeat_is_found_within_a_window(length: int, position: int) -> None:
     tokens = [-1, -2, -3, *range(length - 6), -1, -2, -3]
-    assert find_repeat(array("i", tokens), 3, 4) == place
+    assert find_repeat(array("i", tokens), 3, 4) == position
 
 
 def test_right_drafts_bring_several_tokens_a_step() -> None:

@@ -1,4 +1,4 @@
-"""Whether a silent core is starved or lost, by what /proc says of its process."""
+"""A silent core is starved or lost, as /proc shows for its process."""
 
 import os
 import signal

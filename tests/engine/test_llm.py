@@ -114,7 +114,7 @@ def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["Ctrl-C", "ignored"])
 def handler(request: pytest.FixtureRequest) -> Iterator[object]:
-    """What SIGINT does to this process: a background job of a script has it ignored, whatever we were started by."""
+    """Set the reaction to SIGINT, which is ignored in a background job of a script."""
     before = signal.signal(signal.SIGINT, request.param)
     yield request.param
     signal.signal(signal.SIGINT, before)
@@ -216,16 +216,16 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
     assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
 
 
-@pytest.mark.parametrize(("given", "said"), table(__file__, "offline parameters", np=np))
+@pytest.mark.parametrize(("fields", "message"), table(__file__, "offline parameters", np=np))
 def test_invalid_parameters_are_refused_at_once_and_also_after_a_change(
-    llm: LLM, given: dict[str, Any], said: str
+    llm: LLM, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        SamplingParams(**given)
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**fields)
     changed = SamplingParams()
-    for field, value in given.items():
+    for field, value in fields.items():
         setattr(changed, field, value)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         llm.generate([[1]], changed, use_tqdm=False)
 
 

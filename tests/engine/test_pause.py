@@ -106,27 +106,27 @@ def test_a_refused_sleep_changes_nothing(mode: PauseMode, is_paused: bool, monke
 def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
 
-    def said(llm: LLM) -> tuple[list[int], list[int] | None]:
+    def answer(llm: LLM) -> tuple[list[int], list[int] | None]:
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
         return output.token_ids, output.weights_versions
 
     path = content_folder(tmp_path, "a")
     with oracle_llm(folder) as llm:
-        first = said(llm)
+        first = answer(llm)
         assert first[1] is None
         assert llm.update_weights(path) == 1
-        second = said(llm)
+        second = answer(llm)
         assert second[0] != first[0] and second[1] == [1] * 8
         llm.sleep()
         with pytest.raises(RuntimeError, match="this LLM sleeps; wake_up comes first"):
-            said(llm)
+            answer(llm)
         llm.wake_up(["weights"])
         llm.wake_up(["kv_cache"])
-        assert said(llm) == second
+        assert answer(llm) == second
         llm.sleep(level=2)
         llm.update_weights(path)
         llm.wake_up(["kv_cache"])
-        assert said(llm) == (second[0], [2] * 8)
+        assert answer(llm) == (second[0], [2] * 8)
 
 
 def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

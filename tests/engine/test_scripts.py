@@ -1,5 +1,6 @@
-"""What scripts written for vLLM call, with the import changed: each runs, or is refused by name with what to use. Over the
-oracle executor, with a tokenizer of bytes; what the answers say is the business of other tests."""
+"""Scripts written for vLLM, with the import changed: each call works, or is refused by name with its replacement.
+
+The executor is the oracle and the tokenizer one of bytes; other tests check the answers."""
 
 import gc
 import weakref
@@ -165,7 +166,7 @@ def test_a_script_runs_with_its_import_changed(llm: LLM, script: Callable[[LLM],
     script(llm)
 
 
-# What they call that is not served, and a word of the error.
+# Their calls that do not exist here, and a word of the error.
 REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "beam search": (lambda llm: llm.beam_search([{"prompt": "a"}], None), AttributeError, "beam_search"),
     "encode": (lambda llm: llm.encode(PROMPTS, pooling_task="token_embed"), AttributeError, "encode"),

@@ -1,4 +1,4 @@
-"""What SamplingParams says about structured outputs before anything is compiled."""
+"""Errors of SamplingParams about structured outputs before anything is compiled."""
 
 import json
 from typing import Any

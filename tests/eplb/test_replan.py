@@ -21,9 +21,9 @@ def moves(old: Plan, new: Plan) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_sampling_noise_alone_moves_nothing(place: tuple[int, int, int, int], kind: str) -> None:
-    layers, experts, slots, ranks = place
+@pytest.mark.parametrize("shape", PLACES, ids=str)
+def test_sampling_noise_alone_moves_nothing(shape: tuple[int, int, int, int], kind: str) -> None:
+    layers, experts, slots, ranks = shape
     load = skewed(kind, layers, experts, tokens=8 << 20)
     old = plan(load, slots, ranks)
     again = np.random.default_rng(5).poisson(load)
@@ -55,11 +55,11 @@ def test_a_new_plan_is_whole_and_no_layer_is_less_even(shape: tuple[int, int, in
 
 
 @pytest.mark.parametrize(("drift", "most"), [(0.1, 0.08), (0.3, 0.15), ("switch", 0.33)])
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
+@pytest.mark.parametrize("shape", [PLACES[0], PLACES[2]], ids=str)
 def test_drift_is_met_to_the_target_with_few_moves(
-    place: tuple[int, int, int, int], drift: float | str, most: float
+    shape: tuple[int, int, int, int], drift: float | str, most: float
 ) -> None:
-    layers, experts, slots, ranks = place
+    layers, experts, slots, ranks = shape
     load = skewed("logn1", layers, experts)
     old = plan(load, slots, ranks)
     later = skewed("logn1", layers, experts, seed=9) if drift == "switch" else drifted(load, float(drift))
@@ -78,9 +78,9 @@ def test_a_plan_at_its_target_is_returned_itself(shape: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 5, 200])
-@pytest.mark.parametrize("place", PLACES[:3], ids=str)
-def test_no_more_moves_are_made_than_allowed_and_those_help(place: tuple[int, int, int, int], allowed: int) -> None:
-    layers, experts, slots, ranks = place
+@pytest.mark.parametrize("shape", PLACES[:3], ids=str)
+def test_no_more_moves_are_made_than_allowed_and_those_help(shape: tuple[int, int, int, int], allowed: int) -> None:
+    layers, experts, slots, ranks = shape
     old = plan(skewed("logn1", layers, experts), slots, ranks)
     later = skewed("logn1", layers, experts, seed=9)
     new = replan(later, old, max_moves=allowed)

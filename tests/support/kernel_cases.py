@@ -33,7 +33,8 @@ def close(
     dtype: torch.dtype | None = None,
     tolerances: dict[torch.dtype, float] = TOLERANCE,
 ) -> None:
-    """`expected` may be more precise, and `dtype` names what the kernel computed in where `actual` does not show it."""
+    """Compare results; `expected` may be more precise. `dtype` is the one that the kernel computed in, if not that of
+    `actual`."""
     tolerance = tolerances[dtype or actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance)
 

@@ -12,7 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """The names of what is launched meanwhile, in order. Views and bare allocations launch nothing."""
+    """Collect the names of all launches, in order. Views and bare allocations launch nothing."""
     mode = _Launches()
 
     def run(kernel: InterpretedFunction, *arguments: Any, **options: Any) -> None:

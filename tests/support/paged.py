@@ -36,7 +36,7 @@ class Cache:
         return moved
 
     def batch(self, rows: list[tuple[int, int, int]]) -> ForwardBatch:
-        """A batch of (row of this cache, queries, context), single-token rows first."""
+        """Return a batch of (row of this cache, queries, context), single-token rows first."""
         lens = [count for _, count, _ in rows]
         contexts = [context for _, _, context in rows]
         singles = sum(1 for _ in itertools.takewhile(lambda count: count == 1, lens))
@@ -64,7 +64,7 @@ def attend(
     window: int | None = None,
     extras: ScoreExtras = NO_EXTRAS,
 ) -> torch.Tensor:
-    """What the queries of `rows` get; q [rows of the cache, positions, Hq, D] holds a query for every position."""
+    """Return the output for the queries of `rows`; q [rows of the cache, positions, Hq, D] has one for every position."""
     picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
     batch = cache.batch(rows)
     if window is not None:  # blocks that have left every window were given back: what block 0 has is NaN

@@ -32,7 +32,7 @@ def verdict(special: bool, matcher: LLMatcher, text: str) -> str:
     return follow(matcher, text, *(MARKS if special else ()))
 
 
-# Whether the model reasons, and what it has written of that before the answer.
+# The marks of a model's reasoning, and the text that it has written before the answer.
 THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
     "none": (None, ""),
     "opened": (Thinking(THINK, is_open=True), "Hm { or [.\n</think>\n\n"),

@@ -9,7 +9,7 @@ Kind = TypeVar("Kind", Ops, BlockOps, SamplingOps, InputOps)
 
 
 def operations(kind: object) -> list[str]:
-    """Of one of these Protocols."""
+    """Return the names of the operations of one of these Protocols."""
     return [name for name in vars(kind) if not name.startswith("_")]
 
 

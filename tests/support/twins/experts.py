@@ -24,11 +24,11 @@ def fused_experts(
     added: Tensor | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
-    many entries."""
+    """Compute `Experts` in one function. With weights of eight bits, the inputs of the products are quantized if experts
+    have many entries."""
     dtype = hidden.dtype
     is_quantized = gate_up.format is down.format is BLOCKS and are_quantized(expert_slots.numel(), len(down.codes))
-    up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
+    up, narrow = (_values(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
     # In float32 but for what is rounded to eight bits.
     rows = hidden.float() if is_quantized else hidden
 
@@ -52,7 +52,7 @@ def fused_experts(
     return (total if added is None else total + added).to(dtype)
 
 
-def _numbers(weight: Weight, dtype: torch.dtype) -> Tensor:
+def _values(weight: Weight, dtype: torch.dtype) -> Tensor:
     if weight.format is BLOCKS:
         assert weight.scales is not None
         return torch.stack([dequantize(*block) for block in zip(weight.codes, weight.scales, strict=True)]).to(dtype)

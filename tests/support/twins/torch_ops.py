@@ -100,7 +100,7 @@ def paged_attention(
     q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS
 ) -> Tensor:
     if batch.single_contexts is not None:
-        batch = _known(batch)
+        batch = _without_padding(batch)
         real = int(batch.query_starts[-1])
         padding = q.new_zeros((len(q) - real, *q.shape[1:]))
         return torch.cat((paged_attention(q[:real], pages, batch, scale, extras), padding))
@@ -135,8 +135,8 @@ def expanded_attention(
     return torch.cat(out)
 
 
-def _known(batch: ForwardBatch) -> ForwardBatch:
-    """A padded batch without its padding, as the host could have made it."""
+def _without_padding(batch: ForwardBatch) -> ForwardBatch:
+    """Return a padded batch without its padding, as the host could have made it."""
     counts, contexts = batch.query_starts.diff().tolist(), batch.context_lens.tolist()
     rows = sum(context > 0 for context in contexts)
     singles = sum(count == 1 for count in counts[:rows])
@@ -164,7 +164,7 @@ def _attend_rows(
     mask = seen <= position  # [R, count, positions]
     if window is not None:
         mask &= seen > position - window
-    # What no query sees may be anything, even NaN, which no mask and no weight of zero would hide.
+    # Cells that no query sees may hold anything, even NaN, which no mask and no weight of zero would hide.
     unseen = ~mask.any(1)[:, None, :, None]
     keys, values = (_gather(part, blocks, q).masked_fill_(unseen, 0) for part in pages)
     group = q.shape[2] // keys.shape[1]  # its queries are folded with the positions: no key is read twice
