@@ -2,7 +2,8 @@
 
 The same file runs under Penstock's interpreter and under the peer's (vLLM, llama.cpp's binding), so both get the same
 prompts, the same sampling and the same clock. Its argument is a job as JSON. A question is [prompts, their length,
-tokens to generate for each], answered by the seconds it took, or a list of prompts, answered by a list.
+tokens to generate for each], or {"inputs": lengths of prompts, "outputs": of answers, "temperature": …}, both answered by
+the seconds it took; or a list of prompts, answered by a list.
 """
 
 import itertools
@@ -34,28 +35,30 @@ class Engine:
         self.load_s = time.perf_counter() - started
 
     def __call__(self, question: Any) -> Any:
-        return self._seconds(*question) if isinstance(question[0], int) else self._answers(question)
-
-    def _seconds(self, num_prompts: int, input_len: int, max_tokens: int) -> float:
-        """Return the seconds for fresh prompts, so that no prefix cache can help."""
-        vocabulary = range(FIRST_ID, self._job["vocab_size"])
-        prompts = [self._rng.choices(vocabulary, k=input_len) for _ in range(num_prompts)]
-        started = time.perf_counter()
-        answers = self._generate(prompts, max_tokens=max_tokens, ignore_eos=True)
-        elapsed_s = time.perf_counter() - started
-        num_tokens = sum(map(len, answers))
-        assert num_tokens == max_tokens * num_prompts, f"{num_tokens} tokens were generated"
-        return elapsed_s
-
-    def _answers(self, prompts: list[Ids]) -> list[Ids]:
+        if isinstance(question, dict):
+            return self._seconds(**question)
+        if isinstance(question[0], int):
+            count, length, max_tokens = question
+            return self._seconds([length] * count, [max_tokens] * count)
         return self._generate(
-            prompts, max_tokens=self._job["max_tokens"], ignore_eos=True, stop_token_ids=self._job["ends"]
+            question, [self._job["max_tokens"]] * len(question), stop_token_ids=self._job["ends"], ignore_eos=True
         )
 
-    def _generate(self, prompts: list[Any], **options: Any) -> list[Ids]:
+    def _seconds(self, inputs: list[int], outputs: list[int], temperature: float = 0.0) -> float:
+        """Return the seconds for fresh prompts of these lengths, so that no prefix cache can help."""
+        vocabulary = range(FIRST_ID, self._job["vocab_size"])
+        prompts = [self._rng.choices(vocabulary, k=length) for length in inputs]
+        started = time.perf_counter()
+        answers = self._generate(prompts, outputs, temperature=temperature, ignore_eos=True)
+        elapsed_s = time.perf_counter() - started
+        assert [len(answer) for answer in answers] == outputs, "an answer has not its length"
+        return elapsed_s
+
+    def _generate(self, prompts: list[Any], outputs: list[int], **options: Any) -> list[Ids]:
         if self._job["engine"] == "vllm":
             prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-        params = self._params(temperature=0.0, detokenize=False, **options)
+        options = {"temperature": 0.0, "detokenize": False} | options
+        params = [self._params(max_tokens=max_tokens, **options) for max_tokens in outputs]
         return [list(each.outputs[0].token_ids) for each in self._llm.generate(prompts, params, use_tqdm=False)]
 
 

@@ -204,9 +204,9 @@ def _command() -> str:
     return " ".join(["python", "/".join(("benchmarks", *inside)), *words])
 
 
-def commit() -> str:
-    """Return the measured commit, with a + if the tree had changes."""
-    asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+", "--exclude=*"]
+def commit(tree: Path = ROOT) -> str:
+    """Return the measured commit of a checkout, with a + if it had changes."""
+    asked = ["git", "-C", str(tree), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     except FileNotFoundError:  # no git here

@@ -1,6 +1,10 @@
-"""Configurations of the measured models, as in config.json, and reduced versions that a test computes on a CPU."""
+"""Configurations of the measured models, as in config.json, and reduced versions that a test computes on a CPU.
+
+python -m benchmarks.gpu.shapes qwen3-8b DIR      (a folder for servers that are started with random weights)
+"""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,3 +123,23 @@ def decode_bytes(config: dict[str, Any], weight_bytes: int, itemsize: int, batch
     size = 3 * config["moe_intermediate_size"] * config["hidden_size"] * itemsize
     missed = experts * (1 - config["num_experts_per_tok"] / experts) ** batch
     return weight_bytes - table - int(layers * missed * size)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer that decodes every token to a text, for servers that are asked with token ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{number}" for number in range(len(symbols), vocab_size)]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate([*symbols, *words])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[-1]).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    write_tokenizer(folder, MODELS[name]["vocab_size"])
