@@ -24,44 +24,31 @@ from penstock.engine.core.page_keys import NEVER, PageKeys, Prefix
 from penstock.engine.core.request import Claim, Request
 from penstock.engine.core.tiers import NoTiers, Tiers
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import GroupInfo, ModelInfo, Row, Transfers
-
-
-def open_kv(
-    pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
-) -> "Kv":
-    """Return the pages over an empty pool, with tiers if the executor has host blocks. `chunk` is the maximum number of
-    positions in a row."""
-    history = CacheHistory(info, clock)
-    pool.on_evict = partial(history.note_eviction, "device")
-    keys = PageKeys(info.groups, info.block_size, makes_keys)
-    tiers = Tiers(pool, keys, history, info, chunk, clock) if info.num_host_blocks else NoTiers(pool)
-    # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.
-    interval = max(-(-keys.num_pages // keys.num_attention), chunk // info.block_size if info.device == "cuda" else 0)
-    return Kv(pool, keys, history, tiers, info.groups, chunk, interval, stats)
+from penstock.executor.protocol import ModelInfo, Row, Transfers
 
 
 class Kv:
     """Claims, extends and releases the pages of requests, and registers their content in the pool."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        keys: PageKeys,
-        history: CacheHistory,
-        tiers: Tiers | NoTiers,
-        groups: Sequence[GroupInfo],
-        chunk: int,
-        interval: int,
-        stats: Stats,
+        self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
     ) -> None:
-        """`chunk` is the maximum number of positions in a row, `interval` the number of blocks between checkpoints."""
-        self._pool, self.keys, self._history, self.tiers = pool, keys, history, tiers
-        self._size, self._chunk, self._interval, self._groups = keys.block_size, chunk, interval, groups
-        self._stats, self._page_of = stats, tiers.page_of
+        """The pool must be empty. `chunk` is the maximum number of positions in a row. Without `makes_keys`, nothing is
+        found in the cache. There are tiers if the executor has host blocks."""
+        self._pool, self._stats, self._size, self._chunk = pool, stats, info.block_size, chunk
+        self._history = CacheHistory(info, clock)
+        pool.on_evict = partial(self._history.note_eviction, "device")
+        self.keys = PageKeys(info.groups, info.block_size, makes_keys)
+        self._groups, self._windows, self.num_pages = info.groups, self.keys.windows, self.keys.num_pages
+        self.tiers: Tiers | NoTiers = NoTiers(pool)
+        if info.num_host_blocks:
+            self.tiers = Tiers(pool, self.keys, self._history, info, chunk, clock)
+        self._page_of = self.tiers.page_of
+        # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.
+        least = chunk // info.block_size if info.device == "cuda" else 0
+        self._interval = max(-(-self.num_pages // self.keys.num_attention), least)  # in blocks
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
-        self._windows, self.num_pages = keys.windows, keys.num_pages
         self._only_grows = not self._windows and not self.num_pages  # rows release nothing
 
     def pools(self) -> dict[str, BlockPool]:

@@ -21,7 +21,7 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
 from penstock.engine.core.grammars import GrammarState
-from penstock.engine.core.kv import open_kv
+from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
@@ -62,7 +62,7 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
         self._stats = Stats()  # only the counters; `stats` adds the gauges
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
-        self.kv = open_kv(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
+        self.kv = Kv(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
         self.tiers = self.kv.tiers
         drafts = config.speculative_config
         self._drafter = NoDrafter()
