@@ -5,6 +5,7 @@ It handles neither sockets nor text. The core process (engine/core/process.py) a
 """
 
 import gc
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ import msgspec
 
 from penstock.cache.keys import SHORT_KEY_BYTES
 from penstock.cache.pool import BlockPool
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.grammars import GrammarCompiler
 from penstock.engine.core.page_keys import PageKeys
@@ -32,6 +33,8 @@ from penstock.executor.protocol import (
     Step,
     step_deadline_s,
 )
+
+log = logging.getLogger("penstock.engine")
 
 POLL_S = 0.0005  # interval of polling stores while nothing computes
 SETTLE_S = 3.0  # how long closing waits for the stores; shorter than the server waits for its core
@@ -51,7 +54,7 @@ class EngineCore:
     ) -> None:
         """Without a `compiler`, no request may have a grammar."""
         self.executor = executor
-        self.scheduler = Scheduler(config.scheduler, executor.info, clock)
+        self.scheduler = Scheduler(_scheduler_config(config, executor.info), executor.info, clock)
         self.constraints = Constraints(self.scheduler, executor, compiler)
         kv = self.scheduler.kv
         pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
@@ -185,6 +188,18 @@ class EngineCore:
         self.settle()
         self.constraints.close()
         self.executor.close()
+
+
+def _scheduler_config(config: EngineConfig, info: ModelInfo) -> SchedulerConfig:
+    """Return the scheduler's options, without drafts where they cost more than they save."""
+    has_graphs, has_states = (
+        info.device == "cuda" and not config.executor.enforce_eager,
+        info.groups[-1].kind == "state",
+    )
+    if config.scheduler.speculative_config is None or not (has_graphs and has_states):
+        return config.scheduler
+    log.warning("speculative_config: drafts are off; with recurrent layers, CUDA graphs have no rows for them")
+    return msgspec.structs.replace(config.scheduler, speculative_config=None)
 
 
 def _num_tokens(step: Step) -> int:

@@ -3,11 +3,12 @@
 from itertools import pairwise
 
 import msgspec
+import pytest
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.executor.protocol import Sampling, Step
 from tests.engine.test_groups import FULL, STATE
-from tests.support.simulation import World, alone, submit
+from tests.support.simulation import CoreRig, World, alone, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
 GROUPS = (FULL, STATE)
@@ -49,3 +50,13 @@ def test_drafts_end_where_a_checkpoint_is_due_and_it_is_found() -> None:
         assert drafts is None or any(end % 12 == 0 for end in ends), "none behind drafts"
         found.append([world.cached(f"{length}", [1, 2, 3, *[7] * length, 9]) for length in range(1, 50)])
     assert found[0] == found[1] and {0, 12, 24, 36, 48} <= set(found[1])
+
+
+@pytest.mark.parametrize(("enforce_eager", "is_off"), [(False, True), (True, False)])
+def test_on_a_gpu_there_are_no_drafts_because_graphs_have_no_rows_for_them(
+    enforce_eager: bool, is_off: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = CoreRig(groups=GROUPS, drafts=NGRAM, options={"device": "cuda", "enforce_eager": enforce_eager})
+    rig.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
+    rig.run()
+    assert (rig.scheduler.stats().draft_tokens == 0) is is_off is ("drafts are off" in caplog.text)
