@@ -8,6 +8,7 @@ make serve        serve a small chat model at http://127.0.0.1:8000       ARGS='
 make test         the tests on a CPU, except slow and GPU tests            ARGS='tests/cache -k keys'
 make check        format, types, layers, line budgets, sdist and wheel
 make nightly      what takes hours; make soak: thousands of random worlds, kills and lost writes
+make mutants      random changes of the product that no fast test notices    SEED=1 ARGS='--count 20'
 make size         lines per room beside their budgets
 make bench        figures of this checkout on a CPU                        BENCH=benchmarks/bench_ring.py
 make dist         sdist and wheel; make prove-wheel: the wheel penstock-prove
@@ -17,7 +18,7 @@ make fmt          format the code
 make clean        delete .venv and what was built
 endef
 export HELP
-.PHONY: help clean serve test nightly soak check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
+.PHONY: help clean serve test nightly soak mutants check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,6 +35,7 @@ SPREAD := -n 2 --dist worksteal --max-worker-restart 0
 COMPILED := tests/executor/kernels/test_triton_compiled.py
 EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu
+SEED ?= 1
 # Packages are installed without bytecode, so Python has to keep what it compiles, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -56,6 +58,10 @@ nightly:
 # Thousands of random worlds, kills and lost writes, up to two hours each.
 soak:
 	@$(MAKE) test ARGS="-m soak"
+
+# The fast tests run once under coverage, then again and again: some hours for the 200 changes of a seed.
+mutants: $(INSTALLED) $(EXTENSION) $(MODEL) $(TRITON)
+	@$(BIN)/python -m tests.mutants --seed $(SEED) $(ARGS)
 
 check: $(INSTALLED) $(EXTENSION)
 	@$(BIN)/ruff format --check .
