@@ -49,8 +49,7 @@ class Load:
     def submit(self, tokens: bytes, max_tokens: int) -> None:
         message = Submit(f"{self._num_submitted:x}.0", tokens, GREEDY, max_tokens)
         self._num_submitted += 1
-        refusal = self._timed("submit", self.scheduler.submit, message)
-        assert refusal is None, refusal
+        self._timed("submit", self.scheduler.submit, message)
 
     def step(self) -> list[Output]:
         while len(self._in_flight) < IN_FLIGHT:
