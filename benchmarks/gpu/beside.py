@@ -1,7 +1,8 @@
-"""Compares Penstock with vLLM, or with another checkout of Penstock, on one GPU: the same calls through both `LLM`
-classes in one run, and a line of JSON for each figure.
+"""Measures requests through the whole engine on a GPU, beside vLLM or another checkout of Penstock: the same calls
+through both `LLM` classes in one run, and a line of JSON for each figure.
 
-    python -m benchmarks.gpu.beside --output DIR --peer-path SITE [--models qwen3-8b] [--figures steps,prompts]
+    python -m benchmarks.gpu.beside --output DIR [--models qwen3-8b] [--figures answers]       this checkout alone
+    python -m benchmarks.gpu.beside --output DIR --peer-path SITE [--figures steps,prompts]
     python -m benchmarks.gpu.beside --output DIR --peer-tree CHECKOUT
     python -m benchmarks.gpu.beside --output DIR --peer-python PYTHON --device cpu --tiny     (a rehearsal)
 
@@ -119,7 +120,9 @@ def main() -> None:
     for problem in machine.prepare():
         print(problem)
     with tempfile.TemporaryDirectory() as work:
-        sides = {"ours": Side("penstock", sys.executable, machine.environment()), "theirs": peer_of(args, work)}
+        sides = {"ours": Side("penstock", sys.executable, machine.environment())}
+        if args.peer_path or args.peer_python or args.peer_tree:
+            sides["theirs"] = peer_of(args, work)
         conditions = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python -m benchmarks.gpu.beside", *sys.argv[1:]]),
@@ -140,7 +143,7 @@ def read_arguments() -> argparse.Namespace:
     groups = [*figures(is_tiny=False), *OTHERS]
     parser.add_argument("--output", type=Path, required=True, help="folder of the lines; made if it is not there")
     parser.add_argument("--peer-path", help="folder with vLLM's packages")
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the peer (default: this one)")
+    parser.add_argument("--peer-python", help="interpreter of the peer (default: this one)")
     parser.add_argument("--peer-tree", type=Path, help="another checkout of Penstock, instead of vLLM")
     parser.add_argument("--models", type=words, default="qwen3-0.6b,qwen3-8b", help="shapes, separated by commas")
     parser.add_argument("--figures", type=words, default="steps,agreement", help=", ".join(groups))
@@ -165,12 +168,16 @@ def peer_of(args: argparse.Namespace, work: str) -> Side:
         carried = environment["PYTHONPATH"].split(os.pathsep)[2:]
         tree = args.peer_tree.resolve()
         paths = [str(tree / "src"), str(tree), *carried]
-        return Side("penstock", args.peer_python, environment | {"PYTHONPATH": os.pathsep.join(paths)})
+        return Side(
+            "penstock", args.peer_python or sys.executable, environment | {"PYTHONPATH": os.pathsep.join(paths)}
+        )
     env = os.environ | {"VLLM_CACHE_ROOT": f"{work}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{work}/inductor"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop("PYTHONPATH", None)
-    return Side("vllm", args.peer_python, env | ({"PYTHONPATH": args.peer_path} if args.peer_path else {}))
+    return Side(
+        "vllm", args.peer_python or sys.executable, env | ({"PYTHONPATH": args.peer_path} if args.peer_path else {})
+    )
 
 
 def options_of(side: Side, args: argparse.Namespace, share: float) -> dict[str, Any]:
@@ -236,7 +243,8 @@ def measured(figure: Figure, asked: pairs.Asked) -> float:
 
 
 def note_figure(note: Callable[..., None], figure: Figure, samples: Mapping[str, list[float]]) -> None:
-    note(figure.name, unit=figure.unit, samples=samples, **pairs.summary(figure.name, samples, figure.unit))
+    verdict = pairs.summary(figure.name, samples, figure.unit) if len(samples) > 1 else {}
+    note(figure.name, unit=figure.unit, samples=samples, **verdict)
 
 
 def starts(model: str, sides: Mapping[str, Side], args: argparse.Namespace, note: Callable[..., None]) -> None:

@@ -1,18 +1,17 @@
-"""Models with random weights: start, decoding, prompts, and a batch of requests through the whole engine.
+"""Models with random weights: start, decoding and prompts.
 
     python -m benchmarks.gpu model_part '{"models": ["qwen3-0.6b"], "device": "cuda", "tiny": false, "parts": ["decode"], …}'
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
-random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
-measuring of memory, the shortest way from nothing to a step's time; it is measured with kernels that may start early,
-with kernels launched as usual, and with `batch_invariant`, to show what each costs.
+random numbers there. Requests through the whole engine are the subject of beside.py. Without `engine` in the job there
+is no engine and no measuring of memory, the shortest way from nothing to a step's time; it is measured with kernels that
+may start early, with kernels launched as usual, and with `batch_invariant`, to show what each costs.
 """
 
 import gc
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from penstock.executor.protocol import Executor, ExecutorConfig, Row
 from penstock.executors import open_executor
 
 VARIANTS = {"dependent launch": {}, "usual launch": {"dependent": False}, "fixed sums": {"batch_invariant": True}}
-Generate = Callable[[list[list[int]], list[int]], list[int]]  # (prompts, tokens of each answer) → tokens that came
 NUM_KERNELS = 15  # slowest kernels to list from a profile
 KV_BYTES = 40 << 30  # 256 requests of Llama-3.1-8B at 1,100 positions; fits on an H100 beside its weights
 
@@ -55,11 +53,6 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             began_s = job["started_s"] if job.get("engine") else started_s
             report("startup", prefix, seconds=time.time() - began_s, memory=executor.info.memory)
         Bench(executor, config, job, prefix).run()
-        if "throughput" in job["parts"]:
-            throughput(generator(llm), config, job["tiny"])
-            mixed_lengths(generator(llm, temperature=0.6), job["tiny"])
-        if "concurrent" in job["parts"]:
-            concurrent(generator(llm), config, job["tiny"])
         executor.close() if llm is None else llm.shutdown()
 
 
@@ -195,58 +188,3 @@ class Bench:
 
     def _prompts(self, num: int, length: int) -> np.ndarray:
         return self._rng.integers(self._info.vocab_size, size=(num, length))
-
-
-def generator(llm: Any, temperature: float = 0.0) -> Generate:
-    from penstock import SamplingParams
-
-    def generate(prompts: list[list[int]], answers: list[int]) -> list[int]:
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False)
-            for count in answers
-        ]
-        return [len(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
-
-    return generate
-
-
-def measure_requests(
-    name: str, generate: Generate, prompts: list[list[int]], answers: list[int], **figures: Any
-) -> None:
-    """Run requests at once, whose answers have these numbers of tokens."""
-    started_s = time.perf_counter()
-    lengths = generate(prompts, answers)
-    seconds = time.perf_counter() - started_s
-    if lengths != answers:
-        raise SystemExit(f"{len(lengths)} answers of {sorted(set(lengths))} tokens came back")
-    report(name, seconds=seconds, requests=len(prompts), output_tokens_per_s=sum(answers) / seconds, **figures)
-
-
-def throughput(generate: Generate, config: dict[str, Any], is_tiny: bool) -> None:
-    """Run 256 prompts of 1,500 tokens with answers of 150."""
-    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
-    rng = np.random.default_rng(1)
-    warm, prompts = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
-    generate(warm, [answer] * len(warm))
-    measure_requests("throughput", generate, prompts, [answer] * num, input_len=length, output_len=answer)
-
-
-def mixed_lengths(generate: Generate, is_tiny: bool) -> None:
-    """Run nano-vllm's bench.py: 256 prompts and answers of 100 to 1,024 tokens each."""
-    random.seed(0)
-    num, longest, vocab_size = (4, 120, 512) if is_tiny else (256, 1024, 10_001)
-    prompts = [
-        [random.randint(0, 10_000) % vocab_size for _ in range(random.randint(100, longest))] for _ in range(num)
-    ]
-    answers = [random.randint(100, longest) for _ in range(num)]
-    generate(prompts[:1], answers[:1])
-    measure_requests("throughput of mixed lengths", generate, prompts, answers, output_tokens=sum(answers))
-
-
-def concurrent(generate: Generate, config: dict[str, Any], is_tiny: bool) -> None:
-    """Run 1 to 256 requests at once: prompts of 128 tokens, answers of 1,024."""
-    rng = np.random.default_rng(2)
-    length, answer = (8, 6) if is_tiny else (128, 1024)
-    for count in (1, 3) if is_tiny else (1, 16, 64, 256):
-        prompts = rng.integers(config["vocab_size"], size=(count, length)).tolist()
-        measure_requests(f"concurrent {count}", generate, prompts, [answer] * count)

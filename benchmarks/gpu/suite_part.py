@@ -15,33 +15,27 @@ from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import Figures, run_part
 from benchmarks.gpu.shapes import MODELS, SHARES
 
-PARTS = ("startup", "decode", "prefill", "throughput", "concurrent")
-CONCURRENT = "qwen3-8b"  # the model that other engines publish such figures of
+PARTS = ("startup", "decode", "prefill")
 MARGIN_S = 15.0  # of the rung's time
 
 
 def main(job: dict[str, Any]) -> None:
     started_s = time.monotonic()
     open_device(job)
-    plan = parts_of_models(read_options(job["suite"]))
+    options = read_options(job["suite"])
+    models = [model for model in SHARES if model in options.models]
     common = {name: job[name] for name in ("device", "tiny", "dependent")} | {"engine": True}
-    passed, whole = 0.0, sum(SHARES[model] for model in plan)
-    for model, parts in plan.items():
+    passed, whole = 0.0, sum(SHARES[model] for model in models)
+    for model in models:
         passed += SHARES[model]
         limit_s = started_s + (job["limit_s"] - MARGIN_S) * passed / whole - time.monotonic()
-        print(f"{model}: {', '.join(parts)}; at most {limit_s:.0f} s", flush=True)
-        argument = common | {"models": [model], "parts": parts}
+        print(f"{model}: {', '.join(options.parts)}; at most {limit_s:.0f} s", flush=True)
+        argument = common | {"models": [model], "parts": options.parts}
         found, problem = run_part("model_part", argument, limit_s, lambda line: print(line, flush=True))
         for name, figure in found.items():
             report(f"{model}: {name}", **figure)
-        if reason := missing(parts, found, problem):
+        if reason := missing(options.parts, found, problem):
             report(f"{model}: the rest", skipped=reason)
-
-
-def parts_of_models(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the parts of each model to measure, in the suite's order."""
-    models = [model for model in SHARES if model in args.models]
-    return {model: [part for part in args.parts if part != "concurrent" or model == CONCURRENT] for model in models}
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
