@@ -113,7 +113,7 @@ gpu-first:
 	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 1-7 --output $(OUTPUT) $(ARGS)
 
 gpu:
-	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 8-9 --output $(OUTPUT) --suite="$(SUITE)" $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 8-13 --output $(OUTPUT) $(ARGS)
 
 # What such a machine may lack, into .whl/, to be carried there with the sources: it may have no network.
 gpu-wheels: $(INSTALLED) $(EXTENSION)

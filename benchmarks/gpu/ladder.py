@@ -11,7 +11,6 @@ what fits into ten minutes at the worst, `make gpu` the rest; docs/benchmarks.md
 import argparse
 import json
 import re
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, TextIO
 from benchmarks import pairs
 from benchmarks.gpu import machine
 from benchmarks.gpu.processes import run_shares
+from benchmarks.gpu.shapes import LIMITS
 
 
 class Rung(NamedTuple):
@@ -37,6 +37,7 @@ class Rung(NamedTuple):
 KERNEL_TESTS = ["tests/executor/kernels"]
 RACE_TESTS = ["tests/executor/test_races.py"]  # thousands of steps with and without graphs, with concurrent copies
 DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
+PARTS = ["startup", "decode", "prefill"]
 MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
 
 RUNGS = (
@@ -48,7 +49,10 @@ RUNGS = (
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 180, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
-    Rung("suite", 370, "suite_part"),
+    *(
+        Rung(f"whole {model}", limit_s, "model_part", {"models": [model], "parts": PARTS, "engine": True})
+        for model, limit_s in LIMITS.items()
+    ),
 )
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 
@@ -87,7 +91,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also rungs that have their line")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--suite", default="", help="options of the last rung: --parts, --models")
     return parser.parse_args()
 
 
@@ -120,8 +123,7 @@ def climb(number: int, rung: Rung, args: argparse.Namespace, hear: Any) -> dict[
     limit_s = rung.limit_s * (CPU_PATIENCE if args.device == "cpu" else 1)
     hear(f"== {number} {rung.name}: at most {limit_s:.0f} s")
     started_s = time.monotonic()
-    common = {"device": args.device, "tiny": args.tiny, "dependent": True}
-    common |= {"output": str(args.output.resolve()), "suite": shlex.split(args.suite)}
+    common = {"device": args.device, "tiny": args.tiny, "dependent": True, "output": str(args.output.resolve())}
     count = rung.processes if args.device == "cuda" else 1
     figures, problem = run_shares(rung.module, {**common, **rung.argument}, count, limit_s, hear)
     wrong = [name for name, figure in figures.items() if figure.get("ok") is False]
@@ -157,24 +159,26 @@ def summary(line: dict[str, Any]) -> str:
 
 def roofline(lines: list[dict[str, Any]]) -> list[str]:
     """Return the Markdown table of docs/performance.md: the time of each decoding step and the time to read its bytes at
-    the speed of a read. Device and speed are the first rung's, steps the last one's."""
+    the speed of a read. Device and speed are the first rung's, steps those of the rungs of whole models."""
     rungs = {line["name"]: line for line in lines if not line["tiny"]}
-    device, suite = (rungs.get(name, {}).get("figures", {}) for name in ("device", "suite"))
+    device = rungs.get("device", {}).get("figures", {})
     read = device.get("read", {}).get("gb_per_s")
+    whole = {name.removeprefix("whole "): line for name, line in rungs.items() if name.startswith("whole ")}
     rows = []
-    for name, figure in suite.items():
-        model, _, what = name.partition(": ")
-        if read and what.startswith("decode ") and "gb" in figure:
-            least_ms = figure["gb"] / read * 1e3
-            rows.append(
-                f"| {model} | {what.removeprefix('decode ')} | {figure['gb']:.3g} | {least_ms:.3g} "
-                f"| {figure['step_ms']:.3g} | {least_ms / figure['step_ms']:.0%} | {figure['tokens_per_s']:,.0f} |"
-            )
+    for model, line in whole.items():
+        for name, figure in line["figures"].items():
+            if read and name.startswith("decode ") and "gb" in figure:
+                least_ms = figure["gb"] / read * 1e3
+                rows.append(
+                    f"| {model} | {name.removeprefix('decode ')} | {figure['gb']:.3g} | {least_ms:.3g} "
+                    f"| {figure['step_ms']:.3g} | {least_ms / figure['step_ms']:.0%} | {figure['tokens_per_s']:,.0f} |"
+                )
     if not rows:
         return []
+    date = max(line["date"] for line in whole.values())
     versions = ", ".join(f"{name} {device['versions'][name]}" for name in ("torch", "triton", "transformers"))
     return [
-        f"{device['device']['model']}, {rungs['suite']['date']}, {versions}; a read moves {read:,.0f} GB/s. Made-up weights.",
+        f"{device['device']['model']}, {date}, {versions}; a read moves {read:,.0f} GB/s. Made-up weights.",
         "",
         "| model | requests at positions | GB to read | ms at the read's speed | ms a step | share | tokens/s |",
         "|---|---|---|---|---|---|---|",

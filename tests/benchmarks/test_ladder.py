@@ -63,8 +63,7 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
     command = [sys.executable, "-c", "import ray"]
     absent = subprocess.run(command, env=machine.environment(), capture_output=True, text=True)
     assert "No module named ray" in absent.stderr
-    suite = ("--suite", "--parts decode --models qwen3-0.6b")
-    code, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", rungs, *suite)
+    code, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", rungs)
     assert [(line["name"], line["ok"], line["problem"]) for line in lines] == [
         (ladder.RUNGS[number - 1].name, True, None) for number in ladder.rungs_of(rungs)
     ]
@@ -78,14 +77,14 @@ def test_rungs_run_with_no_more_than_a_bare_machine_has(
     assert figures["kernel tests"]["tests"]["exit_code"] == 0
     assert figures["graphs"]["tests"]["exit_code"] == 0
     assert len(figures["decoding"]["llama-3.1-8b, dependent launch: profile 3 at 24"]["kernels"]) == 14
-    assert figures["suite"]["qwen3-0.6b: decode 3 at 24"]["step_ms"] > 0
+    assert figures["whole qwen3-0.6b"]["decode 3 at 24"]["step_ms"] > 0
 
 
 @pytest.mark.parametrize("rung", ladder.RUNGS, ids=lambda rung: rung.name)
 def test_every_rung_reports_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, rung: ladder.Rung) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(memcheck_part, "find_sanitizer", lambda: "/bin/false")
-    job = {"device": "cuda", "tiny": False, "dependent": False, "share": [0, 1], "output": ".", "suite": []}
+    job = {"device": "cuda", "tiny": False, "dependent": False, "share": [0, 1], "output": "."}
     part = importlib.import_module(f"benchmarks.gpu.{rung.module}")
     with pytest.raises(SystemExit, match="sees no GPU"):
         part.main(job | {"limit_s": 60.0} | dict(rung.argument))
