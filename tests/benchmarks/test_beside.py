@@ -16,7 +16,7 @@ def test_a_step_is_the_difference_of_two_calls() -> None:
 
     def ask(question: Any) -> float:
         asked.append(question)
-        return 3.0 + 0.002 * question[2]
+        return 3.0 + 0.002 * float(question[2])
 
     assert beside.step(32, 1024, 256)(ask) == pytest.approx(2.0)
     assert asked == [[32, 896, 1], [32, 896, 257]]

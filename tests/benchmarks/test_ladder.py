@@ -128,7 +128,7 @@ def test_a_rung_is_run_once_unless_it_is_requested_again(monkeypatch: pytest.Mon
 
 def test_rungs_are_named_by_number() -> None:
     assert ladder.rungs_of("1-3,5") == [1, 2, 3, 5] and ladder.rungs_of("7") == [7]
-    for wrong in ("0", "10", "1-10", "a", "", "2-"):
+    for wrong in ("0", "14", "1-14", "a", "", "2-"):
         with pytest.raises(argparse.ArgumentTypeError, match="given; "):
             ladder.rungs_of(wrong)
 
