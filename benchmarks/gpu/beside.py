@@ -238,8 +238,8 @@ def compare(model: str, sides: Mapping[str, Side], args: argparse.Namespace, rec
             note_figure(note, figure, samples[figure.name])
 
 
-def measured(figure: Figure, asked: pairs.Asked) -> float:
-    return figure.value(asked.ask)
+def measured(figure: Figure, engine: pairs.Asked) -> float:
+    return figure.value(engine.ask)
 
 
 def note_figure(note: Callable[..., None], figure: Figure, samples: Mapping[str, list[float]]) -> None:

@@ -33,8 +33,8 @@ class Kv:
     def __init__(
         self, pool: BlockPool, info: ModelInfo, chunk: int, makes_keys: bool, stats: Stats, clock: Callable[[], float]
     ) -> None:
-        """The pool must be empty. `chunk` is the maximum number of positions in a row. Without `makes_keys`, nothing is
-        found in the cache. There are tiers if the executor has host blocks."""
+        """Begin with an empty pool, and with tiers if the executor has host blocks. `chunk` is the maximum number of
+        positions in a row. Without `makes_keys`, nothing is found in the cache."""
         self._pool, self._stats, self._size, self._chunk = pool, stats, info.block_size, chunk
         self._history = CacheHistory(info, clock)
         pool.on_evict = partial(self._history.note_eviction, "device")
