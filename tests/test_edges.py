@@ -1,10 +1,12 @@
 """Keys and limits of the two HTTP servers, the engine's and the router's: each case is asked of both."""
 
 import contextlib
+import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ class Edge(NamedTuple):
     absent: tuple[str, ...]  # routes whose resource is not there, or was removed
     num_connections: Callable[[], int]
     num_reached: Callable[[], int]  # requests that reached the engine or a replica
+    num_open: Callable[[], int]  # requests that have been read and not answered
+    is_reading: Callable[[], bool]  # a part of a head has come
 
 
 @contextlib.contextmanager
@@ -47,7 +51,9 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None, *
             listener = server.listener
             absent = ("/v1/responses/", "/v1/conversations")
             counts = (lambda: len(listener.connections), lambda: server.engine.num_admissions)
-            yield Edge(server.port, routes, lambda *each: each in OPEN_ROUTES, absent, *counts)
+            num_open = partial(server.call, lambda: server.app.service.num_open_requests)
+            is_reading = partial(server.call, lambda: any(each._num_header_bytes for each in listener.connections))
+            yield Edge(server.port, routes, lambda *each: each in OPEN_ROUTES, absent, *counts, num_open, is_reading)
     else:
         with stub() as backend, running_router(backend.url, api_keys=tuple(keys), limits=limits, **settings) as router:
             app = router.app
@@ -55,8 +61,9 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None, *
             def is_open(method: str, path: str) -> bool:
                 return (method.encode(), path) in OPEN
 
-            counts = (lambda: len(app.edge.connections), lambda: len(backend.seen))
-            yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), *counts)
+            counts = (lambda: len(app.edge.connections), lambda: len(backend.seen), lambda: len(app.exchanges))
+            is_reading = lambda: not all(each.is_idle for each in app.edge.connections)  # noqa: E731
+            yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), *counts, is_reading)
 
 
 def edges(**settings: Any) -> Any:
@@ -78,6 +85,10 @@ def ask(edge: Edge, method: str, target: str, *headers: str, host: str = "localh
     with connect(edge.port) as sock:
         sock.sendall("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n")
         return status(sock.recv(65536))  # the head: /kv_events never ends
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
 
 
 # Keys.
@@ -155,11 +166,57 @@ MALFORMED = SMUGGLING | dict(table(__file__, "malformed requests", post=post))
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_request_is_refused_and_reaches_no_engine(small: Edge, name: str) -> None:
+def test_a_malformed_request_is_refused_and_reaches_no_engine(
+    small: Edge, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     num_reached = small.num_reached()
     answer = exchange(small.port, MALFORMED[name])
-    assert 400 <= status(answer) <= 505 and b'"error":{"message":' in answer
-    assert small.num_reached() == num_reached
+    assert 400 <= status(answer) <= 505 and b'"error":{"message":' in answer and len(statuses(answer)) == 1
+    assert small.num_reached() == num_reached and "Fatal error" not in caplog.text
+
+
+def test_an_offer_of_another_protocol_is_ignored_and_makes_no_request(small: Edge) -> None:
+    """Java's own client offers h2c with every request. One that comes in two pieces may be refused, for that reason."""
+    body, end = GET + b"\r\n", GET + b"connection: close\r\n\r\n"
+    offer = b"connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA"
+    head = post(body, *offer, close=False).removesuffix(body)
+    cut = head.index(b"Upgrade: h2c") + 4
+    assert status(exchange(small.port, post(b'{"prompt":"abc"}', *offer, close=False) + end)) == 200
+    for first, rest, num_answers in ((head, body, 2), (head[:cut], head[cut:] + body, 1)):
+        with connect(small.port) as sock:
+            sock.sendall(first)
+            until(small.is_reading)
+            sock.sendall(rest)
+            answer = sock.recv(65536)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(end)
+            answer += read_all(sock)
+        assert len(statuses(answer)) == num_answers
+        assert num_answers == 2 or (status(answer) == 400 and (b"upgrade" in answer or b"protocol" in answer))
+
+
+def test_pipelined_requests_are_answered_in_order(small: Edge) -> None:
+    metrics = GET.replace(b"/health", b"/metrics") + b"\r\n"
+    answer = exchange(small.port, post(close=False) + metrics + post())
+    assert statuses(answer) == [200, 200, 200] and b"text/plain" in answer.split(b"HTTP/1.1 ")[2]
+
+
+def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(small: Edge) -> None:
+    answer = exchange(small.port, 1000 * (GET + b"\r\n") + GET + b"connection: close\r\n\r\n")
+    assert statuses(answer) == 1001 * [200]
+
+
+def test_the_limit_of_headers_counts_every_request_of_a_connection_anew(small: Edge) -> None:
+    padded = GET + b"x: " + 3000 * b"a" + b"\r\n\r\n"
+    with connect(small.port) as sock:
+        for _ in range(4):
+            sock.sendall(padded)
+            assert status(sock.recv(65536)) == 200
+
+
+def test_a_body_may_come_in_chunks_of_a_byte(small: Edge) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt":"abc"}')
+    assert status(exchange(small.port, post(chunks + b"0\r\n\r\n", b"transfer-encoding: chunked"))) == 200
 
 
 @pytest.mark.parametrize("hosts", ["", "host: localhost\r\nhost: localhost\r\n", "Host: x\r\nx-a: b\r\nhost: y\r\n"])
@@ -173,11 +230,11 @@ def test_a_request_of_http_1_1_has_exactly_one_host_header(small: Edge, hosts: s
 
 def test_errors_from_500_on_have_the_type_of_a_servers_error(small: Edge) -> None:
     for request, expected in (
-        (post(b"{}", b"transfer-encoding: gzip"), 501),
+        *((post(b"2\r\n{}\r\n0\r\n\r\n", b"transfer-encoding: " + coding), 501) for coding in (b"gzip", b"identity")),
         (post(b"{}").replace(b"HTTP/1.1", b"HTTP/2.0"), 505),
     ):
         answer = exchange(small.port, request)
-        assert status(answer) == expected and b'"type":"server_error"' in answer, answer
+        assert statuses(answer) == [expected] and b'"type":"server_error"' in answer, answer
 
 
 # Hosts: a page that lets its name resolve to this machine sends its own name.
@@ -337,12 +394,13 @@ SLOW = {
 
 def test_what_does_not_come_is_answered_408(hasty: Edge) -> None:
     with contextlib.ExitStack() as stack:
-        opened = {what: stack.enter_context(connect(hasty.port)) for what in SLOW}
-        for what, sock in opened.items():
-            sock.sendall(SLOW[what])
-        for what, sock in opened.items():
+        opened = {part: stack.enter_context(connect(hasty.port)) for part in SLOW}
+        for part, sock in opened.items():
+            sock.sendall(SLOW[part])
+        for part, sock in opened.items():
             answer = read_all(sock)
-            assert status(answer) == 408 and (b"headers" if "headers" in what else b"body") in answer, what
+            assert status(answer) == 408 and (b"headers" if "headers" in part else b"body") in answer, part
+    until(lambda: hasty.num_open() == 0)
 
 
 def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_ones(hasty: Edge) -> None:

@@ -35,6 +35,7 @@ MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 
 # The share of worlds that have a feature.
 FEATURES = {
+    "pressure": 0.6,  # requests are preempted again and again
     "groups": 0.7,  # other layers than those with full attention
     "drafts": 0.6,
     "stubborn drafts": 0.5,  # wrong ones do not make them rarer
@@ -73,7 +74,7 @@ def sizes(seed: int, rng: random.Random, has: Mapping[str, bool]) -> dict[str, A
         capacity=rng.choice([20, 100, 10**9]),
     )
     return {
-        "num_blocks": least + rng.choice([0, 3, 10, 30, 100]),
+        "num_blocks": least + rng.choice([0, 3, 13] if has["pressure"] else [10, 30, 100]),
         "max_in_flight": rng.choice([1, 2, 3]),
         "max_num_seqs": rng.choice([2, 3, 8] if has["drafts"] else [1, 3, 8]),
         "max_num_batched_tokens": chunk,
@@ -240,7 +241,7 @@ def run_world(seed: int, folder: Path) -> Counter[str]:
                     life.calm()
             if number >= NUM_STEPS and not any(life.rig.core.has_work() for life in lives):
                 break
-            assert number < 100 * NUM_STEPS, "the requests do not end"
+            assert number < 20 * NUM_STEPS, "the requests do not end"
             for life, other in zip(lives, reversed(lives), strict=True):
                 if number < NUM_STEPS:
                     life.disturb(other.messages)

@@ -8,7 +8,7 @@ import h11
 import pytest
 
 from penstock.engine.http.limits import Limits
-from tests.support.raw_http import connect, exchange, mangled, post, read_all, status
+from tests.support.raw_http import connect, exchange, mangled, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Seen, Stub, endless, stub
@@ -33,23 +33,13 @@ SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=
 
 
 def test_an_offer_of_another_protocol_is_not_passed_on(router: RunningRouter, backend: Stub) -> None:
-    """Java's own client offers h2c with every request. A request that comes in two pieces is refused, not read as two."""
-    offer = (b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA", b"content-length: 16")
-    request = post(BODY, *offer).replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
-    num_seen = len(backend.seen)
-    assert status(exchange(router.port, request)) == 200
-    (seen,) = backend.seen[num_seen:]
-    assert seen.body == BODY and not any(b"upgrade" in name or b"http2" in name for name, _ in seen.headers)
-    inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    request = post(inner, *offer[:2], b"content-length: %d" % len(inner))
-    request = request.replace(b"connection: close", b"connection: close, Upgrade, HTTP2-Settings")
-    cut = request.index(b"Upgrade: h2c") + 4
+    """Java's own client offers h2c with every request."""
+    offer = (b"connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA")
     with connect(router.port) as sock:
-        sock.sendall(request[:cut])
-        until(lambda: not all(each.is_idle for each in router.app.edge.connections))
-        sock.sendall(request[cut:])
-        answer = read_all(sock)
-    assert answer.count(b"HTTP/1.1 ") == 1 and status(answer) == 400 and b"upgrades are not supported" in answer
+        sock.sendall(post(BODY, *offer, close=False))
+        assert status(sock.recv(65536)) == 200
+    seen = backend.seen[-1]
+    assert seen.body == BODY and not any(b"upgrade" in name or b"http2" in name for name, _ in seen.headers)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +94,9 @@ def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes,
     assert (status(answer), words in answer) == (expected, True)
 
 
-def test_garbage_behind_a_request_is_refused_after_its_answer(router: RunningRouter, backend: Stub) -> None:
+def test_garbage_behind_a_request_is_refused_after_its_answer(router: RunningRouter) -> None:
     answer = exchange(router.port, post(BODY, close=False) + b"\x00garbage\r\n\r\n")
-    assert status(answer) == 200
-    assert b"{}HTTP/1.1 400 " in answer
+    assert status(answer) == 200 and b"{}HTTP/1.1 400 " in answer
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
@@ -122,12 +111,6 @@ def test_the_connection_of_a_client_that_does_not_read_is_cut(asks_again: bool) 
         if asks_again:
             sock.sendall(post(close=False))
         until(lambda: not router.app.edge.connections and not router.app.exchanges)
-
-
-def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router: RunningRouter) -> None:
-    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    last = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    assert exchange(router.port, 1000 * request + last).count(b"HTTP/1.1 200 OK") == 1001
 
 
 def test_a_deadline_starts_with_the_request_and_not_with_the_connection(router: RunningRouter) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.support.fake_engine import INFO, FakeEngine
-from tests.support.raw_http import exchange, read_all, status
+from tests.support.raw_http import read_all
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, running, started, until
 
@@ -42,37 +42,6 @@ def assert_serves(server: Running) -> None:
 
 
 server = started(max_body_bytes=100_000)
-
-
-def test_a_header_limit_counts_every_request_of_a_connection_anew(server: Running) -> None:
-    padding = b"x: " + b"a" * 20_000 + b"\r\n"
-    with server.connect() as sock:
-        for _ in range(4):
-            sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + padding + b"\r\n")
-            assert status(sock.recv(65536)) == 200
-
-
-def test_a_chunked_body_within_the_limit_is_served(server: Running) -> None:
-    body = completion(max_tokens=3)
-    chunks = b"".join(b"1\r\n" + body[i : i + 1] + b"\r\n" for i in range(len(body)))
-    head = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer = exchange(server.port, head + chunks + b"0\r\n\r\n")
-    assert status(answer) == 200
-
-
-def test_a_body_that_does_not_come_leaves_no_request_open() -> None:
-    with running(body_timeout_s=0.5) as server:
-        with server.connect() as sock:
-            sock.sendall(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
-            assert status(read_all(sock)) == 408
-        until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
-
-
-def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
-    first, last = request(completion(max_tokens=3)), request(completion(max_tokens=2), b"connection: close\r\n")
-    answer = exchange(server.port, first + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + last)
-    assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
-    assert answer.index(b'"abc"') < answer.index(b'"status"') < answer.index(b'"ab"')
 
 
 # Clients that do not read, and clients that leave.
@@ -155,41 +124,3 @@ def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server:
         assert server.complete("abc", max_tokens=2, stream=True).text.endswith("data: [DONE]\n\n")
         used += server.call(lambda: list(server.listener.connections))
     assert len(used) == 3 and len(set(used)) == 1
-
-
-def test_an_offer_of_another_protocol_is_ignored_and_makes_no_request(server: Running) -> None:
-    """Java's own client offers h2c with every request."""
-    offer = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
-    whole = request(completion(max_tokens=3), offer)
-    with server.connect() as sock:
-        sock.settimeout(60)
-        sock.sendall(whole)
-        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
-    inner = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    head, _, body = request(inner, offer).partition(b"\r\n\r\n")
-    cut = head.index(b"Upgrade: h2c") + 4
-    for first, rest, reason, answers in (
-        (head + b"\r\n\r\n", body, b"JSON", [400, 200]),
-        (head[:cut], head[cut:] + b"\r\n\r\n" + body, b"the protocol cannot be changed", [400]),
-    ):
-        with server.connect() as sock:
-            sock.sendall(first)
-            until(lambda: any(server.call(lambda: [each._num_header_bytes for each in server.listener.connections])))
-            sock.sendall(rest)
-            answer = sock.recv(65536)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            answer += read_all(sock)
-            assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == answers and reason in answer
-
-
-@pytest.mark.parametrize("coding", [b"gzip", b"identity", b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
-def test_a_body_coded_in_another_way_is_refused_once(
-    server: Running, caplog: pytest.LogCaptureFixture, coding: bytes
-) -> None:
-    refused = server.listener._refused
-    before = refused[501]
-    answer = exchange(server.port, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
-    assert "transfer-encoding" in error(answer)["message"]
-    assert status(answer) == 501 and answer.count(b"HTTP/1.1 ") == 1 and refused[501] == before + 1
-    assert not [record for record in caplog.records if "Fatal error" in record.message]
