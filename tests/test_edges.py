@@ -51,9 +51,11 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None, *
             listener = server.listener
             absent = ("/v1/responses/", "/v1/conversations")
             counts = (lambda: len(listener.connections), lambda: server.engine.num_admissions)
-            num_open = partial(server.call, lambda: server.app.service.num_open_requests)
-            is_reading = partial(server.call, lambda: any(each._num_header_bytes for each in listener.connections))
-            yield Edge(server.port, routes, lambda *each: each in OPEN_ROUTES, absent, *counts, num_open, is_reading)
+            in_loop = (
+                partial(server.call, lambda: server.app.service.num_open_requests),
+                partial(server.call, lambda: any(each._num_header_bytes for each in listener.connections)),
+            )
+            yield Edge(server.port, routes, lambda *each: each in OPEN_ROUTES, absent, *counts, *in_loop)
     else:
         with stub() as backend, running_router(backend.url, api_keys=tuple(keys), limits=limits, **settings) as router:
             app = router.app
@@ -61,9 +63,11 @@ def serving(kind: str, keys: Sequence[str] = (), limits: Limits | None = None, *
             def is_open(method: str, path: str) -> bool:
                 return (method.encode(), path) in OPEN
 
-            counts = (lambda: len(app.edge.connections), lambda: len(backend.seen), lambda: len(app.exchanges))
-            is_reading = lambda: not all(each.is_idle for each in app.edge.connections)  # noqa: E731
-            yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), *counts, is_reading)
+            def is_reading() -> bool:
+                return not all(each.is_idle for each in app.edge.connections)
+
+            num_open = (lambda: len(app.edge.connections), lambda: len(backend.seen), lambda: len(app.exchanges))
+            yield Edge(router.port, sorted(PROXIED | OWN), is_open, (), *num_open, is_reading)
 
 
 def edges(**settings: Any) -> Any:
