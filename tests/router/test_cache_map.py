@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.http.kv_stream import Changes, Hello, Snapshot
-from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo, _root
 from tests.router.test_placement import INFO, cached, fleet, ids, live, short_keys
 from tests.support.refusals import table
 
@@ -155,6 +155,16 @@ def test_the_row_of_a_removed_replica_serves_the_next_one() -> None:
     assert view["r1"]["active_requests"] == view["r1"]["queued_tokens"] == 0
     later.release(True)
     placement.check()
+
+
+def test_a_salt_is_not_cached() -> None:
+    placement, before = Placement(), _root.cache_info().currsize
+    placement.add_replica("r0", ReplicaInfo())
+    for salt in ("s", "s" * 257):
+        placement.prepare(bytes(4 * 64), salt, "an adapter of this test")
+        assert _root.cache_info().currsize == before
+    placement.prepare(bytes(4 * 64), None, "an adapter of this test")
+    assert _root.cache_info().currsize == before + 1
 
 
 @pytest.mark.parametrize(("info", "message"), table(__file__, "replicas"))

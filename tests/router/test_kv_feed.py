@@ -80,6 +80,11 @@ def test_a_stream_whose_snapshot_is_late_is_kept() -> None:
     assert len(events.seen) == 1
 
 
+def test_the_feed_of_a_replica_without_events_ends() -> None:
+    with stub() as replica, running_router(replica.url) as router:
+        until(lambda: all(feed.done() for feed in router.router.feeds._by_url.values()))
+
+
 def test_chunks_are_decoded_wherever_the_bytes_are_cut() -> None:
     for seed in range(2000):
         rng = random.Random(seed)

@@ -10,7 +10,7 @@ from penstock.router.routes import PROXIED
 from tests.support.raw_http import connect, exchange, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import MockReplica, RunningRouter, mock_fleet, mock_replicas, running_router, until
-from tests.support.router_stub import EVENT, STREAM, Seen, Stub, whole
+from tests.support.router_stub import EVENT, STREAM, Seen, Stub, stub, whole
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,10 @@ def test_the_engine_aborts_the_request_of_a_client_that_leaves() -> None:
         until(lambda: not router.app.exchanges)
 
 
+def buffered(router: RunningRouter) -> int:
+    return sum(each.transport.get_write_buffer_size() for each in router.app.edge.connections)
+
+
 def test_a_slow_reader_slows_the_replica(relay: RunningRouter, backend: Stub) -> None:
     sent = []
 
@@ -153,9 +157,33 @@ def test_a_slow_reader_slows_the_replica(relay: RunningRouter, backend: Stub) ->
     with connect(relay.port, receive_buffer=4096) as sock:
         sock.sendall(post())
         until(lambda: bool(sent) and sent[-1] == 0)
-        held = next(iter(relay.app.edge.connections)).transport.get_write_buffer_size()
         # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
-        assert held <= 512 * 1024
+        assert buffered(relay) <= 512 * 1024
+
+
+def test_a_client_that_does_not_read_waits_for_its_next_answers() -> None:
+    large = b"x" * 200_000
+    with (
+        stub(lambda seen, sock: whole(large)) as replica,
+        running_router(replica.url) as router,
+        connect(router.port, receive_buffer=4096) as sock,
+    ):
+        sock.sendall(post(close=False) * 50)
+        until(lambda: buffered(router) > 0)
+        (connection,) = router.app.edge.connections
+        for _ in range(50):  # a router that does not wait would read more answers meanwhile
+            assert router.complete().status_code == 200
+        assert buffered(router) < 1_000_000
+        assert sum(seen.body == b'{"prompt":"abc"}' for seen in replica.seen) < 40
+        assert not router.app.edge.is_written  # a drain waits for it
+        data = bytearray()
+        while len(data) < 50 * len(large) or not data.endswith(large):
+            more = sock.recv(1 << 20)
+            assert more, data[:200]
+            data += more
+        assert data.count(b"HTTP/1.1 200") == 50
+        until(lambda: router.app.edge.is_written)
+        assert connection.deadline_s < float("inf"), "an idle connection is closed some time"
 
 
 def test_every_route_of_an_engine_is_passed_on(relay: RunningRouter, backend: Stub) -> None:

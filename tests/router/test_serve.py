@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.cli import main
-from penstock.router.backend import canonical_url
+from penstock.router.backend import RouteError, canonical_url
 from penstock.router.config import RouterConfig, resolve
 from tests.support.programs import Command
 from tests.support.raw_http import clients, post, read_all, status
@@ -84,6 +84,12 @@ def test_a_router_that_discovers_its_replicas_names_where() -> None:
 def test_keys_come_from_the_configuration_and_the_environment() -> None:
     resolved = resolve(RouterConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b", "PENSTOCK_BACKEND_API_KEY": "c"})
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
+
+
+@pytest.mark.parametrize(("variable", "key", "words"), table(__file__, "keys"))
+def test_an_invalid_key_in_the_environment_is_refused(variable: str, key: str, words: str) -> None:
+    with pytest.raises(RouteError, match=words):
+        resolve(RouterConfig(), {variable: key})
 
 
 def test_a_replica_has_one_canonical_url() -> None:
