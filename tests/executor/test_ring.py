@@ -341,3 +341,18 @@ def test_a_killed_reader_is_named_with_what_it_did() -> None:
             while True:
                 writer.send((b"2",))
                 received(first)
+
+
+def _write_and_stall(write_end: int) -> None:
+    writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT)
+    writer.send((b"last words",))
+    os.write(write_end, pickle.dumps(writer.handle()))
+    signal.pause()
+
+
+def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
+    with forked(_write_and_stall) as (child, sent), MessageQueue.attach(pickle.loads(sent()), 0) as reader:
+        os.kill(child, signal.SIGKILL)
+        assert received(reader) == [b"last words"]
+        with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):
+            received(reader)

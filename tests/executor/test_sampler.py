@@ -152,12 +152,13 @@ OPTIONS: dict[str, dict[str, Any]] = dict(cases(__file__, "sampling options"))
 @pytest.mark.parametrize("ops", [None, sampling_twin], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_does_what_the_reference_does(name: str, ops: SamplingOps | None) -> None:
+    """The logits are the same in each step, so that the penalties on earlier tokens matter."""
     requests = Requests(ops=ops)
-    rng = torch.Generator().manual_seed(3)
+    logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
     for slot in range(SLOTS):
         requests.admit(slot, Sampling(**OPTIONS[name], seed=slot), [slot, 5, 5, 650])
     for _ in range(3):
-        requests.step(torch.randn(SLOTS, VOCAB, generator=rng) * 3, list(range(SLOTS)))
+        requests.step(logits, list(range(SLOTS)))
 
 
 def random_sampling(rng: np.random.Generator) -> Sampling:
