@@ -1,7 +1,6 @@
 """All layers of a decoder without experts in one call: the same bits as one call after the other, whatever the layers have."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +33,9 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     torch.use_deterministic_algorithms(False)
 
 
-def executor_with(case: str, dtype: DType, is_joined: bool, **options: Any) -> UniprocExecutor:
+def executor_with(case: str, dtype: DType, is_joined: bool) -> UniprocExecutor:
     """Open a model that computes all its layers in one call, or each by itself."""
-    executor = executor_of(case, dtype=dtype, **options)
+    executor = executor_of(case, dtype=dtype)
     model = executor._rank.loaded.model
     assert isinstance(model, Decoder) and model._joined is not None
     if not is_joined:

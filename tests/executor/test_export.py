@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from benchmarks.export import export
 from safetensors import safe_open
 
@@ -28,25 +29,21 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_an_exported_gguf_loads_in_transformers_with_the_same_logits(case: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     path, model = stored(f"gguf/{case}")
     export(GgufCheckpoint(path), tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
     assert loaded.dtype == torch.float32
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=2e-5)
 
 
 def test_a_large_checkpoint_is_cut_into_shards_that_load_as_one(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     path, model = stored("gguf/llama")
     checkpoint = GgufCheckpoint(path)
     export(checkpoint, tmp_path / "out", "bfloat16", shard_bytes=700_000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))] and len(files) > 2
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name].to(torch.bfloat16))
 

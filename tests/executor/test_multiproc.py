@@ -185,9 +185,7 @@ def test_the_failure_that_is_no_consequence_of_another_is_named() -> None:
             WorkerWatch([rank], rank).receive(1.0)
 
 
-def test_a_rank_that_does_not_end_when_killed_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_does_not_end_when_killed_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.ranks.worker_watch.STOP_GRACE_S", 0.0)
     processes = [Mock(pid=number, wait=Mock(side_effect=TimeoutExpired("it", 0))) for number in range(2)]
     workers, reports = (

@@ -32,7 +32,7 @@ needs_codes = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes b
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_weight_is_the_numbers_that_were_packed(name: str) -> None:
+def test_every_weight_has_the_values_that_were_packed(name: str) -> None:
     narrow, full = folders(name)
     checkpoint, numbers = open_checkpoint(narrow), load_file(full / WEIGHTS)
     packed = 0
@@ -83,17 +83,8 @@ def test_rows_that_alternate_between_kinds_are_sorted_as_codes(kind: str, is_gpu
     ops = changed(torch_ops, has_packed=True, blocks=eight_bits_twin) if is_gpu else torch_ops
     layers, dequantized = [], []
     for pieces in (None, sizes):
-        weights = Weights(
-            Mock(return_value=stored),
-            torch.float32,
-            CPU,
-            RankGroup(),
-            print,
-            ops,
-            Mock(),
-            None,
-            "MXFP4" if is_gpu else "all",
-        )
+        read = Mock(return_value=stored)
+        weights = Weights(read, torch.float32, CPU, RankGroup(), print, ops, Mock(), None, "MXFP4" if is_gpu else "all")
         layers.append(weights.linear(columns, Matrix("q_proj", rows, pieces=pieces)))
         dequantized.append(weights.linear_maker.num_bytes["widened"])
     is_first = torch.arange(rows) % turn < sizes[0]

@@ -82,9 +82,7 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
         channels.close()
 
 
-def test_a_child_that_stops_within_a_message_counts_as_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_that_stops_within_a_message_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)
     with running("x", Order(HALF)) as (child, reports):
         with pytest.raises(BlockingIOError):

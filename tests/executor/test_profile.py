@@ -16,14 +16,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, 
 from penstock.executor.ranks import rank_builder, rank_settings, runner_factory
 from penstock.executor.ranks.rank_builder import RankBuilder
 from penstock.executor.sampling.edits import TokenCounts
-from penstock.executor.step.memory import (
-    GpuUse,
-    KvPlan,
-    allocate_kv,
-    naming_options,
-    plan_kv,
-    wait_for_release,
-)
+from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_options, plan_kv, wait_for_release
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
@@ -119,8 +112,7 @@ LARGEST: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "num_tokens", "options"),
-    [*hardest_rows(LARGEST, LARGEST[3:6]), ("qwen3", 40, WITH_ADAPTERS)],
+    ("case", "num_tokens", "options"), [*hardest_rows(LARGEST, LARGEST[3:6]), ("qwen3", 40, WITH_ADAPTERS)]
 )
 def test_the_largest_steps_are_run_and_measured(
     case: str, num_tokens: int, options: dict[str, Any], open_metered: Opener, monkeypatch: pytest.MonkeyPatch
@@ -212,9 +204,7 @@ def test_the_plan_follows_the_measurement_and_the_table_lists_it(monkeypatch: py
     assert list(info.memory)[:3] == ["weights", "KV cache", "tables"] and info.memory["requests"] == 7
 
 
-def test_a_cache_above_the_free_memory_is_refused_before_weights_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cache_above_the_free_memory_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_builder, "load_model", Mock(side_effect=AssertionError("the weights are read")))
     with pytest.raises(ExecutorError, match=rf"kv_cache_bytes: {2**60} given; \d+ bytes of memory are free"):
         UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**60))

@@ -154,9 +154,7 @@ def test_a_step_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.Monkey
         open_warm()
 
 
-def test_a_model_whose_logits_are_not_finite_starts_and_fails_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_whose_logits_are_not_finite_starts_and_fails_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
     monkeypatch.setattr(
         "penstock.executor.models.decoder.Decoder.logits",
