@@ -37,6 +37,7 @@ from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.moe_spec import MoeSpec
 
 MaybeDtype = torch.dtype | None  # None: the kit's
+EPS = 1e-2  # of norms: so large that a kernel which ignores it is found
 Heads = tuple[int, int, int]  # query heads, key-value heads, dimension
 MakeWeight = Callable[..., Weight]  # of a kit and a shape
 ExpertSizes = tuple[int, int, int, int]  # experts, experts per token, width, width inside an expert
@@ -222,7 +223,7 @@ def rope(
     num, kv_heads, dim = heads
     rotation, cells = kit.rotation(tokens, dim if rotated is None else rotated), kit.cells(tokens)
     merged = kit.random(tokens, num + 2 * kv_heads, dim)
-    norms: HeadNorms = (kit.wide(dim), kit.wide(dim), 1e-6) if has_norms else NO_NORMS
+    norms: HeadNorms = (kit.wide(dim), kit.wide(dim), EPS) if has_norms else NO_NORMS
     kv = kit.blank_pages(tokens, 2, kv_heads * dim, page_dtype)
 
     def call(kernels: Kernels) -> tuple[torch.Tensor, ...]:
@@ -255,7 +256,7 @@ def latent_rope(
 
     def call(kernels: Kernels) -> tuple[torch.Tensor, ...]:
         pages, own = kernels.own(kv), kernels.own(goal)
-        store = LatentStore((weight, 1e-6), rotation, pages_of(pages, kit.middle)[0], cells)
+        store = LatentStore((weight, EPS), rotation, pages_of(pages, kit.middle)[0], cells)
         kernels.ops.latent_rope_and_store(own, q.unflatten(1, (heads, -1)), down, store, first, is_whole)
         return own, pages
 
@@ -269,9 +270,9 @@ def rows(kit: Kit, name: str, num_rows: int, width: int, inner: int) -> Iterator
     norm_bytes, gate_bytes = 2 * residual.nbytes, 3 * gate_up.nbytes / 2
 
     def add(kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.ops.add_rms_norm(x, residual, weight, 1e-6)
+        return kernels.ops.add_rms_norm(x, residual, weight, EPS)
 
-    yield Case(f"{name}norm", lambda kernels: kernels.ops.rms_norm(x, weight, 1e-6), None, norm_bytes)
+    yield Case(f"{name}norm", lambda kernels: kernels.ops.rms_norm(x, weight, EPS), None, norm_bytes)
     yield Case(f"{name}add and norm", lambda kernels: add(kernels)[0], None, 2 * norm_bytes)
     yield Case(f"{name}add", lambda kernels: add(kernels)[1], 0.0)
     for activation in [each for each in get_args(Activation) if each not in UNGATED]:
@@ -320,7 +321,7 @@ def gated(
 
     def multiply(kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.empty_like(residual)
-        entering = NormedRows(x, residual, total, norm, 1e-6) if is_normed else x
+        entering = NormedRows(x, residual, total, norm, EPS) if is_normed else x
         return kernels.ops.gated_linear(entering, weight, activation), total
 
     yield Case(name, lambda kernels: multiply(kernels)[0])
@@ -328,7 +329,7 @@ def gated(
         matrix, bias = plain_weight(weight), kit.random(2 * inner)
 
         def multiply_plain(kernels: Kernels) -> torch.Tensor:
-            return kernels.ops.linear(NormedRows(x, residual, torch.empty_like(x), norm, 1e-6), matrix, bias)
+            return kernels.ops.linear(NormedRows(x, residual, torch.empty_like(x), norm, EPS), matrix, bias)
 
         yield Case(f"{name}, the sum", lambda kernels: multiply(kernels)[1], 0.0)
         yield Case(f"{name}, without a gate", multiply_plain)
@@ -452,7 +453,7 @@ def block_product(kit: Kit, name: str, tokens: int, shape: tuple[int, int]) -> I
     def quantize(kernels: Kernels) -> list[torch.Tensor]:
         ops = kernels.ops.blocks
         assert ops is not None
-        made, total = ops.add_rms_norm_quantize(x, residual, norm, 1e-6)
+        made, total = ops.add_rms_norm_quantize(x, residual, norm, EPS)
         return [total, *map(eight_bits.widen_rows, (ops.quantize(x), ops.silu_mul_quantize(gate_up), made))]
 
     def multiply(kernels: Kernels) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Corrects Triton 3.6's interpreter for bfloat16, which it keeps as bare 16-bit integers, for NaN, and for numpy 2.4.
 
 Its casts truncate, where GPUs round to the nearest, and its `dot` multiplies the bit patterns. Kernels do no other
-arithmetic in bfloat16: the interpreter would get that wrong too. Its `minimum` and `maximum` return NaN where an operand
-is NaN, where GPUs return the other operand. Bounds of a `range` are arrays of one element to it, which numpy no longer
-turns into numbers by itself.
+arithmetic in bfloat16: the interpreter would get that wrong too. Its `minimum`, `maximum` and `clamp` return NaN where an
+operand is NaN, where GPUs return the other operand unless they are told to keep NaN. Bounds of a `range` are arrays of
+one element to it, which numpy no longer turns into numbers by itself.
 """
 
 from typing import Any
@@ -31,6 +31,7 @@ def mend() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
     for name, function in (("create_minnumf", np.fmin), ("create_maxnumf", np.fmax)):
         setattr(interpreter.InterpreterBuilder, name, _binary(function))
+    interpreter.InterpreterBuilder.create_clampf = _clamp
     plain_patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -42,6 +43,11 @@ def mend() -> None:
 
 def _binary(function: np.ufunc) -> Any:
     return lambda self, lhs, rhs: self.binary_op(lhs, rhs, function)
+
+
+def _clamp(self: Any, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+    is_kept = propagate_nan == tl.PropagateNan.ALL
+    return self.ternary_op(x, low, high, np.clip if is_kept else lambda x, low, high: np.fmin(np.fmax(x, low), high))
 
 
 def _convert(array: np.ndarray, source: Any, goal: Any, rounding: Any) -> np.ndarray:
