@@ -66,6 +66,7 @@ def answers(executor: Any) -> list[list[int]]:
 CASES = [
     *("phi3", "gpt-oss", "deepseek-v3", "qwen3-next"),
     *("llama-tied-biases", "gemma4", "llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba"),
+    *("lfm2-moe", "nemotron-h"),
 ]
 ROWS = [*((case, "float32") for case in CASES), ("mixtral", "bfloat16"), ("llama", "bfloat16")]
 
