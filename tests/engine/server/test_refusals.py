@@ -177,26 +177,24 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"), [({"prompt_logprobs": 3}, "prompt_logprobs"), ({"echo": True, "logprobs": 3}, "logprobs")]
+    ("path", "fields", "limit", "param"),
+    [
+        ("/v1/completions", {"prompt": ["abcd"] * 3, "prompt_logprobs": 3}, 12 * 2 * 4, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": ["abcd"] * 3, "echo": True, "logprobs": 3}, 12 * 2 * 4, "logprobs"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "prompt_logprobs": 1}, 13 * 2, "prompt_logprobs"),
+    ],
+    ids=["prompts", "an echo", "a chat, whose prompt is counted once"],
 )
 def test_log_probabilities_of_prompts_are_bounded(
-    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], limit: int, param: str
 ) -> None:
-    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", 3 * 4 * 2 * 4)
-    assert server.complete(["abcd"] * 3, n=2, max_tokens=1, **fields).status_code == 200
-    message = refused(server.complete(["abcde", "abcd", "abcd"], n=2, max_tokens=1, **fields), 400, param)
-    assert "13 positions × 2 × 4" in message and "96" in message
-
-
-def test_log_probabilities_of_a_chat_s_prompt_are_counted_once(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = {"messages": [MESSAGE], "n": 2, "max_tokens": 1, "prompt_logprobs": 1}
-    count = 2 * server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
-    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", count)
-    assert server.post("/v1/chat/completions", body).status_code == 200
-    monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", count - 1)
-    refused(server.post("/v1/chat/completions", body), 400, "prompt_logprobs")
+    for maximum in (limit, limit - 1):
+        monkeypatch.setattr(prompts, "MAX_PROMPT_LOGPROBS", maximum)
+        answer = server.post(path, {**fields, "n": 2, "max_tokens": 1})
+        if maximum == limit:
+            assert answer.status_code == 200, answer.text
+    message = refused(answer, 400, param)
+    assert str(limit - 1) in message and " × 2" in message
 
 
 # Models, routes, methods.

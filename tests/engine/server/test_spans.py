@@ -36,19 +36,10 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode_in_this_order(collect
     before_ns = time.time_ns()
     with tracing_to(collector, FakeEngine(delay_s=0.005)) as server:
         headers = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d", "x-request-id": "mine"}
-        answer = server.http.post(
-            "/v1/chat/completions",
-            json={
-                "model": MODEL,
-                "messages": [{"role": "user", "content": "a text of some forty characters, that is cached"}],
-                "max_tokens": 5,
-                "temperature": 0.5,
-                "top_p": 0.9,
-                "frequency_penalty": 0.25,
-                "stream": True,
-            },
-            headers=headers,
-        )
+        messages = [{"role": "user", "content": "a text of some forty characters, that is cached"}]
+        fields = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.25, "stream": True}
+        body = {"model": MODEL, "messages": messages, **fields}
+        answer = server.post("/v1/chat/completions", body, headers=headers)
         request = collector.one(f"chat {MODEL}")
     assert request.service == "penstock" and request.kind == 2 and not request.is_failed
     assert (request.trace_id, request.parent_id, request.state) == (TRACE, PARENT, "a=b,c=d")
