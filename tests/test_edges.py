@@ -254,7 +254,7 @@ FOREIGN_HOSTS = (
 )
 
 
-def test_without_a_key_a_loopback_address_answers_under_names_of_this_machine_alone(small: Edge) -> None:
+def test_without_a_key_loopback_answers_under_names_of_this_machine_alone(small: Edge) -> None:
     for host in OWN_HOSTS:
         assert ask(small, "GET", "/health", host=host) == 200, host
     for host in FOREIGN_HOSTS:
@@ -296,7 +296,7 @@ def test_the_hosts_that_are_answered_depend_on_the_list_the_key_and_the_address(
             assert ask(edge, "GET", "/v1/models", f"authorization: Bearer {KEY}", host=host) == expected, host
 
 
-def test_a_host_name_that_resolves_to_a_loopback_address_is_answered_and_others_are_not(
+def test_a_host_name_that_resolves_to_loopback_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Debian lets the machine's own name resolve to 127.0.1.1."""

@@ -38,7 +38,7 @@ except ValueError:
 """
 
 
-def test_what_a_client_wrote_cannot_begin_a_line_of_the_log_or_move_the_cursor() -> None:
+def test_a_clients_text_begins_no_line_of_the_log_and_moves_no_cursor() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, env=environment, check=True)
     *lines, end = done.stderr.decode().split("\n")
@@ -64,7 +64,7 @@ def test_levels_are_read_by_room(text: str, levels: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), table(__file__, "log levels"))
-def test_what_is_no_level_is_refused_by_name(text: str, message: str) -> None:
+def test_other_words_are_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         log_levels(text)
 
@@ -90,7 +90,7 @@ def test_a_command_refuses_it_before_anything_starts(
         ("debug", {LOG_VARIABLE: "error"}, {"": 30, "penstock": 10, "penstock.router": 10, "penstock.cache": 10}),
     ],
 )
-def test_the_processes_that_are_started_log_alike_and_libraries_say_warnings_alone(
+def test_child_processes_log_alike_and_libraries_log_warnings_alone(
     option: str, environment: dict[str, str], levels: dict[str, int]
 ) -> None:
     plain = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}

@@ -26,7 +26,7 @@ def server(folder: Path) -> Iterator[Command]:  # noqa: F811
 
 
 def children(pid: int) -> list[int]:
-    """In the order of their start. The kernel's own list needs CONFIG_PROC_CHILDREN."""
+    """Return child processes in the order of their start. The kernel's own list needs CONFIG_PROC_CHILDREN."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

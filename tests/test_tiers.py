@@ -24,7 +24,7 @@ def loads_are_always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(**options: Any) -> LLM:
-    """Its device holds two or three prompts."""
+    """Open an engine whose device holds two or three prompts."""
     return LLM(device="cpu", max_model_len=256, kv_cache_bytes=20 * 737_280, **options)
 
 
@@ -34,7 +34,7 @@ def prompts(count: int) -> list[str]:
 
 
 def answers(llm: LLM, texts: list[str], max_tokens: int = 6) -> tuple[list[list[int]], list[int]]:
-    """Token ids, and how much of each prompt was found."""
+    """Return token ids, and how much of each prompt was cached."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     results = []
     for text in texts:
@@ -51,15 +51,15 @@ def peers_agree(ranks: int, **options: Any) -> None:
     with engine(kv_peer_listen=address, **shared) as first, engine(kv_peers=[address], **shared) as second:
         cold, _ = answers(first, texts)
         first._running().settle()
-        wanted = first.get_metrics()["kv_host_stored_blocks"]
-        until(lambda: heard(second) >= wanted, "the blocks are announced")
-        warm, found = answers(second, texts)
-        assert warm == cold and min(found) >= 64
-        assert second.get_metrics()["kv_peer_hit_tokens"] >= 0.9 * sum(found)
+        num_stored = first.get_metrics()["kv_host_stored_blocks"]
+        until(lambda: num_announced(second) >= num_stored, "the blocks are announced")
+        warm, hits = answers(second, texts)
+        assert warm == cold and min(hits) >= 64
+        assert second.get_metrics()["kv_peer_hit_tokens"] >= 0.9 * sum(hits)
         assert second.get_metrics()["kv_peer_failed_loads"] == 0
 
 
-def heard(llm: LLM) -> int:
+def num_announced(llm: LLM) -> int:
     """Return how many blocks the ranks have reported, which an empty step asks for."""
     core = llm._running()
     tiers = core.scheduler.tiers

@@ -25,7 +25,7 @@ def du(path: Path) -> int:
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 4096, 8000, 65536])
-def test_what_was_stored_comes_back_whatever_its_size(tmp_path: Path, chunk: int) -> None:
+def test_records_of_every_size_come_back(tmp_path: Path, chunk: int) -> None:
     with Rig(tmp_path, chunk=chunk) as rig:
         assert rig.store(*range(5)) == 5
         assert rig.hits(*range(5)) == 5

@@ -203,7 +203,7 @@ def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) ->
         rig.tier.check()
 
 
-def test_a_record_that_has_moved_since_an_index_was_written_is_found_in_its_new_cell(tmp_path: Path) -> None:
+def test_a_record_that_moved_after_an_index_was_written_is_found(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         names = range(rig.tier.stats()["slots"])
         rig.store(*names)
@@ -284,7 +284,7 @@ def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path:
 
 
 def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
-    """How many records were served after the crashes; each is compared."""
+    """Return how many records were served after the crashes; each is compared."""
     draw = random.Random(seed)
     served = 0
     for number in range(schedules):

@@ -246,7 +246,7 @@ def test_failed_loads_leave_few_lines_in_the_log(tmp_path: Path, caplog: pytest.
     ]
 
 
-def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_time() -> None:
+def test_pauses_double_while_probes_fail_and_are_forgotten_later() -> None:
     health = TierHealth(HealthLimits(max_errors=2, stall_s=1, first_pause_s=1, longest_pause_s=4), "a tier")
     health.record_failure(0, "EIO")
     health.record_success()

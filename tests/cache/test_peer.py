@@ -147,7 +147,7 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: st
         assert peer.stats()["corrupt_reads"] == (reason != "gone")
 
 
-def test_after_three_wrong_answers_in_a_row_the_peer_is_left_alone_and_greeted_again_later() -> None:
+def test_a_peer_with_three_wrong_answers_is_bypassed_and_greeted_later() -> None:
     with LyingPeer(KEYS, wrongly(flip=1)) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
         for number in range(3):
@@ -170,7 +170,7 @@ def test_noise_from_a_peer_does_no_harm() -> None:
         assert ended(peer, 1) == {ticket: True} and buffer == content(5)
 
 
-def test_a_stalled_peer_gives_every_buffer_back_at_the_deadline_and_is_too_late_afterwards() -> None:
+def test_a_stalled_peer_writes_no_buffer_after_the_deadline() -> None:
     kept: list[tuple[Get, Send]] = []
 
     def answer_all(get: Get, send: Send) -> None:
@@ -227,7 +227,7 @@ def test_a_peer_that_dies_while_it_is_probed_comes_back() -> None:
             until(lambda: len(peer) == 2, "another one at the same address is found by itself")
 
 
-def test_pauses_double_while_a_peer_refuses_and_a_greeting_that_is_due_is_not_postponed() -> None:
+def test_pauses_double_while_a_peer_refuses() -> None:
     with tier("tcp://127.0.0.1:1") as peer, peer._lock:  # the tier's own thread waits for it
         pauses_s = []
         for _ in range(4):
@@ -242,7 +242,7 @@ def test_pauses_double_while_a_peer_refuses_and_a_greeting_that_is_due_is_not_po
         assert peer._greet_at_s == 0.0 and not peer._sent
 
 
-def test_a_peer_that_dies_with_reads_in_flight_fails_them_all_and_its_keys_are_gone() -> None:
+def test_a_peer_that_dies_fails_all_its_reads_and_loses_its_keys() -> None:
     liar = LyingPeer(KEYS, lambda *each: None)
     with tier(liar.endpoint) as peer:
         try:
@@ -261,7 +261,7 @@ def test_a_peer_that_dies_with_reads_in_flight_fails_them_all_and_its_keys_are_g
             assert server.stats()["clients"] == 1
 
 
-def test_more_bytes_in_flight_than_the_budget_are_refused_at_once_and_can_be_had_later() -> None:
+def test_reads_beyond_the_budget_of_bytes_are_refused_and_offered_again() -> None:
     ours = source(range(0), range(40))
     ours.does_disk_hang = True
     with serving(ours, serve_bytes=2 * CHUNK) as server, tier(server.endpoint) as peer:

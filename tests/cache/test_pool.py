@@ -23,7 +23,7 @@ def test_allocating_more_than_is_free_is_our_own_bug() -> None:
         pool.allocate(4)
 
 
-def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_others() -> None:
+def test_blocks_without_a_key_are_reused_first_and_the_latest_before_others() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(5)
     pool.register(1, key(1))
@@ -32,7 +32,7 @@ def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_
     assert pool.free_order() == [2, 3, 4, 5, 1]
 
 
-def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_new_ones() -> None:
+def test_old_chains_are_evicted_before_new_ones_from_their_ends() -> None:
     pool = BlockPool(8)
     old, new = pool.allocate(3), pool.allocate(3)
     for block in old + new:
@@ -44,7 +44,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_ne
     assert lookup(pool, [key(1), key(2), key(3)]) == [1, 2]
 
 
-def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again() -> None:
+def test_a_hit_makes_blocks_the_latest_to_be_evicted() -> None:
     pool = BlockPool(5)
     first, second = pool.allocate(2), pool.allocate(2)
     for block in first + second:

@@ -22,7 +22,7 @@ def saved(device: BlockPool, index: TierIndex, *keys: int) -> int:
     return len(saves)
 
 
-def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_first() -> None:
+def test_a_full_host_evicts_the_least_recently_used_from_the_end_of_a_chain() -> None:
     device, index = BlockPool(20), TierIndex(3, [])
     saved(device, index, 1, 2, 3)
     index.touch([key(2), key(3)])
@@ -30,7 +30,7 @@ def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_f
     assert [bool(index.host.find(key(n))) for n in range(1, 6)] == [False, True, False, True, True]
 
 
-def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_out() -> None:
+def test_a_free_block_is_saved_only_while_others_are_free() -> None:
     device, index = BlockPool(4), TierIndex(4, [])
     (block,) = device.allocate(1)
     device.register(block, key(1))
@@ -59,7 +59,7 @@ def test_a_peer_says_itself_what_it_has_lost() -> None:
     assert not index.stored_keys["peer"]
 
 
-def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are() -> None:
+def test_a_ticket_ends_with_its_last_rank_and_is_good_if_all_are() -> None:
     merge = ResultMerger(3)
     first = merge.merge([TransferResult([(1, True), (2, True)]), TransferResult([(1, True)])])
     assert first.completions == []

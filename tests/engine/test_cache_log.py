@@ -47,7 +47,7 @@ def promised(message: Submit, reported: set[bytes], info: ModelInfo) -> tuple[Re
 
 @pytest.mark.parametrize("num_host_blocks", hardest([0, 200], 200))
 @pytest.mark.parametrize("groups", hardest(SHAPES[2:], SHAPES[6]))
-def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], num_host_blocks: int) -> None:
+def test_reported_blocks_of_several_groups_can_be_hit(groups: tuple[GroupInfo, ...], num_host_blocks: int) -> None:
     """Whatever a router knows of a tier, a request finds at least as much in it and those above; with states alone, all."""
     num_promised = num_found = 0
     for seed in range(2):
@@ -86,7 +86,7 @@ def test_what_is_reported_of_several_groups_can_be_hit(groups: tuple[GroupInfo, 
     assert has_both or num_promised > (0.7 * num_found if world.executor.info.hits_at_ends else 0)
 
 
-def test_the_contents_of_blocks_are_reported_before_or_with_their_keys_if_they_are_asked_for() -> None:
+def test_contents_of_blocks_are_reported_no_later_than_their_keys() -> None:
     world = World()
     log = CacheLog({"device": world.scheduler.pool}, world.scheduler.kv.keys)
     log.watch(True, with_blocks=True)

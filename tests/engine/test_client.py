@@ -128,7 +128,7 @@ async def test_a_killed_core_ends_every_request_with_an_error_that_says_so() -> 
             engine.generate([1], GREEDY)
 
 
-async def test_a_core_beyond_a_deadline_is_killed_at_once_and_another_may_leave_by_itself() -> None:
+async def test_only_a_core_beyond_a_deadline_is_killed_at_once() -> None:
     for overdue_s, code in ((12.0, -signal.SIGKILL), (0.0, 0)):
         async with running() as engine:
             process = engine._process
@@ -196,7 +196,7 @@ async def test_signals_for_the_process_group_leave_the_core_to_its_parent(engine
     assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
 
 
-async def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
+async def test_figures_of_the_tiers_outlive_a_step_without_them() -> None:
     async with running(make(max_model_len=64, kv_cache_bytes=10 * 16 * 8, kv_host_bytes=2**20)) as engine:
         for _ in range(2):
             for first in range(8):  # more than the device keeps

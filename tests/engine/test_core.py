@@ -64,13 +64,13 @@ def run(max_in_flight: int, prompt: list[int]) -> Watched:
     return executor
 
 
-def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it() -> None:
+def test_a_step_is_timed_from_its_submission_or_the_previous_result() -> None:
     deadline_s = step_deadline_s(1, "cpu")
     assert run(1, [1]).seen == [start + deadline_s for start in (0.0, 10.0, 20.0)]
     assert run(2, [1]).seen == [start + deadline_s for start in (0.0, 0.0, 20.0)]
 
 
-def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_runs() -> None:
+def test_deadline_and_size_are_those_of_the_older_step_in_flight() -> None:
     """Not of the one behind it, which is submitted while a long prompt is computed."""
     executor, starts_s = run(2, [1] * 2048), (0.0, 0.0, 20.0)
     assert executor.seen[:3] == [s + step_deadline_s(n, "cpu") for s, n in zip(starts_s, (2048, 2048, 1), strict=True)]
@@ -141,7 +141,7 @@ def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pyt
     assert overdue_s == [0.0]
 
 
-def test_steps_in_flight_are_collected_by_their_own_deadlines_before_an_adapter_is_loaded(
+def test_steps_in_flight_have_their_own_deadlines_when_an_adapter_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(CONTROL_DEADLINES_S, "load_adapter", -1.0)
@@ -178,7 +178,7 @@ def ready() -> AsyncEngine:
     return engine
 
 
-def test_a_step_or_a_job_beside_it_that_hangs_fails_the_health_check_by_its_name() -> None:
+def test_a_step_or_a_job_that_hangs_fails_the_health_check_by_its_name() -> None:
     core = EngineCore(CONFIG, OracleExecutor(CONFIG.executor))
     duty = Duty()
     duty.begin("load_adapter", deadline_s=1000.0)

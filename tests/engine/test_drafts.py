@@ -27,16 +27,16 @@ def slow_find_repeat(tokens: list[int], least: int, most: int) -> int:
 
 def test_the_longest_repeat_nearest_to_the_end_is_found() -> None:
     rng = random.Random(5)
-    found = 0
+    num_repeats = 0
     for _ in range(4000):
         letters = rng.choice([2, 3, 10, 1000])
         tokens = [rng.randrange(letters) for _ in range(rng.randint(0, 90))]
         least = rng.randint(1, 4)
         most = least + rng.randint(0, 5)
-        place = find_repeat(array("i", tokens), least, most)
-        assert place == slow_find_repeat(tokens, least, most), (tokens, least, most)
-        found += place >= 0
-    assert 1000 < found < 3500
+        index = find_repeat(array("i", tokens), least, most)
+        assert index == slow_find_repeat(tokens, least, most), (tokens, least, most)
+        num_repeats += index >= 0
+    assert 1000 < num_repeats < 3500
 
 
 @pytest.mark.parametrize(("length", "position"), [(WINDOW, 3), (WINDOW + 1, -1)])
@@ -87,7 +87,7 @@ def test_wrong_drafts_are_sent_less_and_less_and_then_no_more() -> None:
     assert strangers.scheduler.stats().draft_tokens <= 2
 
 
-def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_waits_for_its_token() -> None:
+def test_only_a_request_with_a_repeat_waits_for_its_token() -> None:
     world = World(max_in_flight=2, drafts=NGRAM)
     world.submit(submit("free", [1, 2, 3], max_tokens=30))
     world.submit(submit("copy", [4, 5, 6], max_tokens=30, sampling=ALWAYS_7))

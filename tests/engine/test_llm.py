@@ -120,7 +120,7 @@ def handler(request: pytest.FixtureRequest) -> Iterator[object]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_running_unless_it_is_ignored(
+def test_an_interrupt_that_is_not_ignored_ends_the_batch_between_two_steps(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, handler: object
 ) -> None:
     collect = llm._running().executor.collect

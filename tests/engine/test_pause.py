@@ -103,7 +103,7 @@ def test_a_refused_sleep_changes_nothing(mode: PauseMode, is_paused: bool, monke
         rig.assert_answered("a")
 
 
-def test_the_offline_api_updates_sleeps_and_says_the_versions(folder: Path, tmp_path: Path) -> None:
+def test_the_offline_api_updates_sleeps_and_names_the_versions(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
 
     def answer(llm: LLM) -> tuple[list[int], list[int] | None]:

@@ -10,7 +10,7 @@ def rows(step: Step) -> list[tuple[int, int, int, bool]]:
     return [(row.slot, row.start, row.count, row.sample) for row in step.rows]
 
 
-def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_only_the_last_samples() -> None:
+def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
     world = World(max_num_batched_tokens=10)
     world.submit(submit("a", list(range(24))))
     steps = [world.plan() for _ in range(3)]
@@ -35,7 +35,7 @@ def test_the_next_step_is_planned_before_the_result_of_the_last_is_known() -> No
     assert world.scheduler.schedule() is None, "max_tokens is known ahead: nothing is computed in vain"
 
 
-def test_a_full_prefix_hit_computes_the_last_token_alone_and_does_not_write_it_again() -> None:
+def test_a_full_hit_computes_the_last_token_and_does_not_write_it_again() -> None:
     world = World(max_in_flight=1)
     prompt = list(range(2 * BLOCK_SIZE))
     world.submit(submit("a", prompt))

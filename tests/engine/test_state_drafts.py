@@ -24,7 +24,7 @@ def steps_of(world: World) -> list[Step]:
     return steps
 
 
-def test_a_wrong_draft_is_gone_back_behind_and_what_was_right_is_sent_and_not_stored_again() -> None:
+def test_right_drafts_before_a_wrong_one_are_sent_and_not_stored_again() -> None:
     world = World(max_in_flight=1, drafts=NGRAM, groups=GROUPS)
     message = submit("a", [7] * 6, max_tokens=50, sampling=EITHER)
     world.submit(message)

@@ -48,7 +48,7 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
         assert llm.info.memory["host tier"] >= 2**20
 
 
-def test_less_than_two_blocks_and_a_path_that_is_no_directory_are_refused_by_name(folder: Path, disk: str) -> None:
+def test_less_than_two_blocks_and_paths_of_files_are_refused_by_name(folder: Path, disk: str) -> None:
     with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
         oracle(folder, kv_host_bytes=5000)
     with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):

@@ -47,9 +47,7 @@ def test_a_plan_is_at_least_as_even_as_the_published_algorithm(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_largest_share_of_a_copy_is_that_of_giving_out_spare_slots_one_by_one(
-    shape: tuple[int, int, int, int], kind: str
-) -> None:
+def test_shares_equal_those_of_assigning_spare_slots_one_by_one(shape: tuple[int, int, int, int], kind: str) -> None:
     layers, experts, slots, ranks = shape
     load = skewed(kind, layers, experts) + 1.0
     limit = max_copies(experts, slots, ranks)

@@ -13,7 +13,7 @@ from penstock.eplb.replanner import overlay
 from tests.support.loads import SHAPES, awkward, drifted, num_repeats, skewed
 
 KINDS = ["zipf", "logn1"]
-PLACES = [(26, 64, 72, 8), (6, 64, 64, 8), (8, 256, 288, 32), (8, 256, 320, 64)]
+DEPLOYMENTS = [(26, 64, 72, 8), (6, 64, 64, 8), (8, 256, 288, 32), (8, 256, 320, 64)]
 
 
 def moves(old: Plan, new: Plan) -> int:
@@ -21,7 +21,7 @@ def moves(old: Plan, new: Plan) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", PLACES, ids=str)
+@pytest.mark.parametrize("shape", DEPLOYMENTS, ids=str)
 def test_sampling_noise_alone_moves_nothing(shape: tuple[int, int, int, int], kind: str) -> None:
     layers, experts, slots, ranks = shape
     load = skewed(kind, layers, experts, tokens=8 << 20)
@@ -33,16 +33,16 @@ def test_sampling_noise_alone_moves_nothing(shape: tuple[int, int, int, int], ki
 def later_loads(shape: tuple[int, int, int, int]) -> Iterator[tuple[str, str, NDArray[Any]]]:
     """Yield kinds of a load, what becomes of it, and the later load."""
     layers, experts, *_ = shape
-    if shape in PLACES:
+    if shape in DEPLOYMENTS:
         for kind, sigma in zip(KINDS, (0.1, 0.3), strict=True):
             yield kind, f"drifts by {sigma}", drifted(skewed(kind, layers, experts), sigma)
     for kind in KINDS:
         yield kind, "another", skewed(kind, layers, experts, seed=9)
-    for name, load in awkward(layers, experts).items() if shape == PLACES[0] else ():
+    for name, load in awkward(layers, experts).items() if shape == DEPLOYMENTS[0] else ():
         yield "zipf", name, load
 
 
-@pytest.mark.parametrize("shape", dict.fromkeys((*PLACES[:3], *SHAPES)), ids=str)
+@pytest.mark.parametrize("shape", dict.fromkeys((*DEPLOYMENTS[:3], *SHAPES)), ids=str)
 @pytest.mark.parametrize("target", [0.96, 1.0])
 def test_a_new_plan_is_whole_and_no_layer_is_less_even(shape: tuple[int, int, int, int], target: float) -> None:
     layers, experts, slots, ranks = shape
@@ -55,7 +55,7 @@ def test_a_new_plan_is_whole_and_no_layer_is_less_even(shape: tuple[int, int, in
 
 
 @pytest.mark.parametrize(("drift", "most"), [(0.1, 0.08), (0.3, 0.15), ("switch", 0.33)])
-@pytest.mark.parametrize("shape", [PLACES[0], PLACES[2]], ids=str)
+@pytest.mark.parametrize("shape", [DEPLOYMENTS[0], DEPLOYMENTS[2]], ids=str)
 def test_drift_is_met_to_the_target_with_few_moves(
     shape: tuple[int, int, int, int], drift: float | str, most: float
 ) -> None:
@@ -78,7 +78,7 @@ def test_a_plan_at_its_target_is_returned_itself(shape: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 5, 200])
-@pytest.mark.parametrize("shape", PLACES[:3], ids=str)
+@pytest.mark.parametrize("shape", DEPLOYMENTS[:3], ids=str)
 def test_no_more_moves_are_made_than_allowed_and_those_help(shape: tuple[int, int, int, int], allowed: int) -> None:
     layers, experts, slots, ranks = shape
     old = plan(skewed("logn1", layers, experts), slots, ranks)

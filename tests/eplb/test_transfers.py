@@ -36,7 +36,7 @@ def test_copies_from_the_old_plan_give_the_new_one(pair: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_sources_are_the_nearest_there_are_one_for_a_rank_and_receivers_take_turns(pair: tuple[int, ...]) -> None:
+def test_a_rank_receives_each_expert_from_one_source_the_nearest(pair: tuple[int, ...]) -> None:
     *shape, ranks_per_node = pair
     old, new = two_plans(*shape)
     depth = old.slots_per_rank

@@ -1,7 +1,7 @@
-"""A deterministic world for the scheduler: random requests, aborts and preemptions over the oracle executor.
+"""The scheduler, or the engine core around it, stepped by hand over an executor, most often the oracle.
 
-One seed is one run. After every step all invariants are checked; every finished request is compared with the
-tokens that it gets alone with an ample pool.
+After every step all invariants are checked. A finished request is compared with the tokens that it gets alone with an
+ample pool. Random requests are those of tests/engine/test_swarm.py.
 """
 
 import random
