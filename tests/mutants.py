@@ -222,13 +222,13 @@ def equivalents(text: str) -> set[tuple[str, str, str]]:
     return {(path, old, new) for path, old, new, _ in rows}
 
 
-def report(copy: Copy, drawn: Sequence[Mutation], known: set[tuple[str, str, str]]) -> Iterator[str]:
+def report(copy: Copy, drawn: Sequence[Mutation], harmless: set[tuple[str, str, str]]) -> Iterator[str]:
     """Yield a line for each change that no test notices, and in the end how many were noticed."""
     noticed = equivalent = 0
     for mutation in drawn:
         place, old, new = mutation.describe((copy.tree / mutation.path).read_bytes())
         tests = copy.tests_of(mutation)
-        if (mutation.path, old, new) in known:
+        if (mutation.path, old, new) in harmless:
             equivalent += 1
         elif copy.is_noticed(mutation, tests):
             noticed += 1
