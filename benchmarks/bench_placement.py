@@ -24,6 +24,7 @@ import numpy as np
 from pairs import main, quantile, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 
+from penstock._csrc import ffi
 from penstock.cache.keys import block_keys
 from penstock.engine.http.kv_stream import Changes, Snapshot
 from penstock.router.config import PolicyName
@@ -84,11 +85,12 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
         assert charge is not None
         charge.release(True)
 
-    prompt = placement.prepare(tokens)
+    index, prompt = placement.caches.index, placement.prepare(tokens)
+    counts = ffi.new("int32_t[]", index.num_slots)
     fresh = np.random.default_rng(1).integers(0, 150_000, (rounds, 8), dtype="<i4")
     new = ((row.tobytes() + tokens[32:],) for row in fresh)
     return {
-        f"match of {len(keys):,} keys": measure(lambda: placement.caches.index.match(keys), 10 * rounds),
+        f"match of {len(keys):,} keys": measure(lambda: index.match_into(counts, keys, len(keys)), 10 * rounds),
         "choose and charge": measure(lambda: decide(prompt), rounds),
         "whole decision, known prompt": measure(lambda: decide(placement.prepare(tokens)), rounds),
         "whole decision, new prompt": measure(lambda tokens: decide(placement.prepare(tokens)), rounds, new),

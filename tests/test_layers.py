@@ -63,7 +63,11 @@ LEAVES = {
     "engine.server.spans": {"engine.server.service"},
     "router.spans": {"router.serve"},
     "engine.commands.bench": {"cli"},
-    "prove": {"cli", "engine.commands.bench"},
+    "prove": {
+        "cli",
+        "engine.commands.bench",
+        "engine.commands.terminal_chat",
+    },  # its HTTP client, and how it starts a server
     "router.fleet.engine_feed": {"router.fleet"},
     "router.placement.engine_blocks": {"router.placement", "router.fleet"},
     "router.ray_serve": set(),

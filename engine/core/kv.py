@@ -40,9 +40,8 @@ class Kv:
         pool.on_evict = partial(self._history.note_eviction, "device")
         self.keys = PageKeys(info.groups, info.block_size, makes_keys)
         self._groups, self._windows, self.num_pages = info.groups, self.keys.windows, self.keys.num_pages
-        self.tiers: Tiers | NoTiers = NoTiers(pool)
-        if info.num_host_blocks:
-            self.tiers = Tiers(pool, self.keys, self._history, info, chunk, clock)
+        has_tiers = info.num_host_blocks > 0
+        self.tiers = Tiers(pool, self.keys, self._history, info, chunk, clock) if has_tiers else NoTiers(pool)
         self._page_of = self.tiers.page_of
         # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.
         least = chunk // info.block_size if info.device == "cuda" else 0

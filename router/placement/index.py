@@ -17,8 +17,7 @@ from penstock._csrc import ffi, lib
 from penstock.cache.keys import namespace_root
 
 Keys = npt.NDArray[np.uint64]
-Counts = npt.NDArray[np.int32]
-BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # parsed once, not at each call
+BYTES, U64S = map(ffi.typeof, ("uint8_t[]", "uint64_t[]"))  # parsed once, not at each call
 
 
 class KeySpace(NamedTuple):
@@ -81,19 +80,12 @@ class RouteIndex:
     def age_predictions(self) -> None:
         lib.penstock_route_age_predictions(self._index)
 
-    def match(self, keys: Keys) -> Counts:
-        """Return per slot how many leading keys it holds."""
-        counts = np.empty(self.num_slots, dtype=np.int32)
-        self.match_into(ffi.from_buffer(I32S, counts), keys, len(keys))
-        return counts
-
     def match_into(self, counts: Any, keys: Keys, num_ends: int) -> None:
         """Count per slot how many leading keys of a prompt it holds. `counts`: an array of C, `int32_t[num_slots]`."""
         lib.penstock_route_match(self._index, ffi.from_buffer(U64S, keys), len(keys), num_ends, counts, self.num_slots)
 
     def num_held(self, slot: int) -> int:
-        num_held: int = lib.penstock_route_num_held(self._index, slot)
-        return num_held
+        return int(lib.penstock_route_num_held(self._index, slot))
 
     def stats(self) -> dict[str, int]:
         out = ffi.new("uint64_t[4]")

@@ -88,6 +88,7 @@ class Command(NamedTuple):
 
 _COMMANDS = {
     "serve": Command("Serve a model over an OpenAI-compatible API.", "engine.commands.serve"),
+    "chat": Command("Chat in the terminal.", "engine.commands.terminal_chat"),
     "route": Command("Route requests to many servers, each to the one that has its prefix in cache.", "router.serve"),
     "bench": Command("Measure a server or the engine itself.", "engine.commands.bench"),
     "prove": Command("Check that a server gives the same answers under load and faults as alone.", "prove"),
