@@ -60,3 +60,17 @@ def test_on_a_gpu_there_are_no_drafts_because_graphs_have_no_rows_for_them(
     rig.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
     rig.run()
     assert (rig.scheduler.stats().draft_tokens == 0) is is_off is ("drafts are off" in caplog.text)
+
+
+def test_a_request_that_is_aborted_with_drafts_in_flight_frees_their_state() -> None:
+    world = World(max_in_flight=1, drafts=NGRAM, groups=GROUPS)
+    world.submit(submit("a", [7] * 6, max_tokens=50, sampling=ALWAYS_7))
+    (request,) = world.scheduler.requests.values()
+    while not request.kv.draft_state:
+        if world.scheduler.in_flight:
+            world.collect()
+        world.executor.submit(world.plan())
+    world.abort("a")
+    world.collect()
+    world.settle()
+    assert world.scheduler.stats().num_used_blocks == 0
