@@ -63,7 +63,14 @@ def lines(*sections: str) -> Iterator[tuple[str, Line]]:
     for section in sections:
         entries = refusals.cases(__file__, section, **(vars(cases) | globals() | {"partial": partial}))
         for line in (line for entry in entries for line in (entry if isinstance(entry, list) else [entry])):
-            yield f"{line.build.__name__} {', '.join(map(str, line.shape))}"[:60], line
+            yield f"{line.build.__name__} {', '.join(map(text_of, line.shape))}"[:60], line
+
+
+def text_of(value: Any) -> str:
+    """Return the text of a size or of a function, which is the same in every process."""
+    if isinstance(value, partial):
+        return " ".join([value.func.__name__, *map(str, value.args), *map(str, value.keywords.values())])
+    return str(getattr(value, "__name__", value))
 
 
 def every_line(both: str, in_c: str, in_triton: str) -> pytest.MarkDecorator:
