@@ -102,6 +102,7 @@ def test_every_option_changes_what_is_started(
 READERS = {
     "bench": ["engine/commands/bench/*.py"],
     "cache": ["cache/tiers/disk/operate.py"],
+    "chat": ["engine/commands/terminal_chat.py"],
     "models": ["engine/commands/models.py"],
     "prove": ["prove/*.py"],
 }
