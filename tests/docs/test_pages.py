@@ -10,7 +10,7 @@ from penstock.engine.engine_options import EngineOptions
 from penstock.engine.model_files import DEFAULT_NAME
 from penstock.engine.options import options_of
 from penstock.engine.server.server_config import ServerConfig
-from penstock.engine.vllm_options import IGNORED
+from penstock.engine.vllm_options import IGNORED, REPLACED, REPLACED_SAMPLING
 from tests.docs.configuration import PAGE, page, parsers
 from tests.support.default_file import needs_model
 from tests.support.programs import printed
@@ -83,9 +83,9 @@ def test_every_command_is_named_in_the_readme() -> None:
     assert [name for name in cli._COMMANDS if f"penstock {name}" not in text] == []
 
 
-def test_the_page_for_users_of_vllm_names_ignored_flags_and_second_names() -> None:
+def test_the_page_for_users_of_vllm_names_ignored_and_replaced_flags_and_second_names() -> None:
     text = (ROOT / "docs" / "from-vllm.md").read_text()
-    ignored = ["--" + name.replace("_", "-") for name in IGNORED]
+    ignored = [*("--" + name.replace("_", "-") for name in IGNORED | REPLACED), *REPLACED_SAMPLING]
     kinds = (ServerConfig, EngineOptions)
     seconds = [word for kind in kinds for option in options_of(kind) for word in option.words[1:]]
     assert len(seconds) >= 8 and [word for word in (*ignored, *seconds) if f"`{word}" not in text] == []
