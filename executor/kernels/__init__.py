@@ -25,7 +25,7 @@ FIXED_ON = "8.x, 9.0 or 12.x"  # on these capabilities, tensor cores use the sam
 Pages = tuple[Tensor, Tensor]  # keys and values of one layer, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
-FusedExperts = Callable[..., Tensor]
+ExpandedAttention = Callable[[Tensor, Tensor, Tensor, ForwardBatch, int, float, int], Tensor]
 IN_PROMPT = 1 << 30  # flag in a token's count: the prompt has it
 
 
@@ -165,7 +165,7 @@ class Ops(Protocol):
         S = e^(rate softplus(a + shift)) S + k (softplus(a + shift) v), (q S + skip v) * silu(z)"""
 
     @property
-    def expanded_attention(self) -> Callable[..., Tensor] | None:
+    def expanded_attention(self) -> ExpandedAttention | None:
         """(q, latents, expand, batch, first_row, scale, rope_dim): causal attention of the batch's rows from `first_row`
         on, T tokens in all, over the keys and values that `expand` makes of the latents: q [T, H, rope + nope], expand
         [H, nope + value, rank] -> [T, H, value]. None: there is only `latent_attention`."""
@@ -177,16 +177,32 @@ class Ops(Protocol):
 
     @property
     def fused_experts(self) -> "FusedExperts | None":
-        """(hidden, expert_slots, shares, gate_up, down, first, activation, added, biases): the weighted sum of the experts
-        in the slots first … first + S - 1, plus `added`: hidden [T, H], expert_slots and shares [T, k], gate_up
-        [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks are skipped. `biases` are those of the
-        two products, [S, 2 I] and [S, H]. With an activation without a gate, gate_up is [S, I, H]. The weights are
-        `Numbers`, `Blocks`, `Packed` or `Mxfp4`. None: the experts are computed one by one."""
+        """A kernel for all experts of a layer; None: the experts are computed one by one."""
 
     @property
     def blocks(self) -> "BlockOps | None":
         """Quantizes the inputs of products with `Blocks`; None: such weights are dequantized at load time, and there
         are no FP8 pages."""
+
+
+class FusedExperts(Protocol):
+    """Computes the experts of a layer in one call. The stacked weights are `Numbers`, `Blocks`, `Packed` or `Mxfp4`."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        expert_slots: Tensor,
+        shares: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        first: int,
+        activation: Activation,
+        added: Tensor | None = None,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
+        """Return the weighted sum of the experts in the slots first … first + S - 1, plus `added`: hidden [T, H],
+        expert_slots and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks
+        are skipped. `biases` are those of the two products, [S, 2 I] and [S, H]. Without a gate (`UNGATED`), 2 I is I."""
 
 
 class BlockOps(Protocol):
@@ -219,6 +235,7 @@ class SamplingOps(Protocol):
         top_p: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        /,
     ) -> tuple[Tensor, Tensor]:
         """logits [R, V] -> tokens [R] int64 and the largest logits [R] float32, NaN for a row with a NaN in it.
 

@@ -17,6 +17,7 @@ from penstock.executor.kernels import (
     NO_EXTRAS,
     Activation,
     BlockOps,
+    ExpandedAttention,
     FusedExperts,
     KeyStore,
     LatentStore,
@@ -73,7 +74,7 @@ class CpuOps:
     """Calls the C kernels, at 2 to 3 µs of Python each, with the fields of their structs (csrc/cpu_ops.cdef.h) as a list
     of one tuple. Only asserts its arguments; sizes were checked at startup."""
 
-    expanded_attention: Callable[..., Tensor] | None = None
+    expanded_attention: ExpandedAttention | None = None
     wide_linear = None
     fused_experts: FusedExperts | None = None
     blocks: BlockOps | None = None
