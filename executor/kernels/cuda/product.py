@@ -77,7 +77,7 @@ def multiply(
 ) -> None:
     """Multiply x [T, depth] by a weight [width, depth] into y [T, width], or into [splits, T, width] unless `in_order`.
 
-    activation: unless it is in `UNGATED`, the weight has the rows of a gate, then those of an up projection. order: the weight is a stack of
+    activation: unless it is in `UNGATED`, the rows of a gate come first in the weight. order: the weight is a stack of
     experts, and y has a row for each entry. like: its dtype is the one that y is rounded to before it is quantized.
     """
     (values, x_scales), (out, y_scales), (_, codes, scales, zeros, *_) = x, y, weight
