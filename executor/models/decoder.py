@@ -5,13 +5,12 @@ tables; keys and values are stored in the pages that `forward` receives.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages
+from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import UNGATED, Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
@@ -222,7 +221,7 @@ class _Layer:
     _beside: ExpertsBeside | None = None
 
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
-        prefix = f"model.layers.{index}."
+        prefix, layer = f"model.layers.{index}.", spec.layers[index]
         self._spec, self._ops, self._group = spec, ops, weights.group
 
         def norm(name: str) -> Tensor:
@@ -236,11 +235,9 @@ class _Layer:
         self._input_norm = norm_before("input_layernorm") if has_input_norm else None
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
-        has_mlp_norm = spec.has_pre_norms and spec.layers[index].has_mlp
-        self._mlp_norm = norm_before(before_mlp) if has_mlp_norm else None
+        self._mlp_norm = norm_before(before_mlp) if spec.has_pre_norms and layer.has_mlp else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         self._attention = _mixer_of(spec, index, weights, ops, tables)
-        layer = spec.layers[index]
         moe, self.pages = layer.moe, spec.heads_of(index).pages
         if moe is not None and not moe.is_beside:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
@@ -279,7 +276,7 @@ class _Layer:
         update: Tensor | None,
         residual: Tensor,
         batch: ForwardBatch,
-        pages: Any,
+        pages: LayerPages,
         output_indices: Tensor | None,
         inputs: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
@@ -297,7 +294,8 @@ class _Layer:
             hidden = ops.rms_norm(residual, norm, eps)
         else:
             hidden = residual if norm is None else norm(residual)
-        attended = self._attention.attend(hidden, batch, pages)
+        attend: Callable[..., Tensor] = self._attention.attend  # the pages of attention and of a state differ
+        attended = attend(hidden, batch, pages)
         adapters = batch.adapters
         if output_indices is not None:
             attended, residual = attended.index_select(0, output_indices), residual.index_select(0, output_indices)

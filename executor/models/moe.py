@@ -156,10 +156,8 @@ class Experts:
         self._fused, self.num_shared = _fuse(self.expert_slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
-            shape, first = (
-                (size, spec.hidden_size),
-                spec.activation in UNGATED,
-            )  # an MLP without a gate has the last two
+            shape = size, spec.hidden_size
+            first = spec.activation in UNGATED  # without a gate, there are only the last two projections
             for name, of in zip(moe.projections[first:], (shape, shape, shape[::-1])[first:], strict=True):
                 weights.pass_over(f"{prefix}experts.{expert}.{name}.weight", of)
                 if spec.mlp_bias:

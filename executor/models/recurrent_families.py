@@ -200,11 +200,9 @@ def nemotron_h(fields: Fields) -> DecoderSpec:
     blocks = _nemotron_blocks(own)
     moe = None
     if any("E" in each for each in blocks):
-        shared_size, latent_size = (
-            own.integer("moe_shared_expert_intermediate_size"),
-            own.integer_or_none("moe_latent_size"),
-        )
-        moe = replace(deepseek_v3_moe(own), shared_size=shared_size, latent_size=latent_size or 0)
+        shared_size = own.integer("moe_shared_expert_intermediate_size")
+        latent_size = own.integer_or_none("moe_latent_size") or 0
+        moe = replace(deepseek_v3_moe(own), shared_size=shared_size, latent_size=latent_size)
     layers = tuple(
         LayerSpec(
             Rope(0, 1.0),
