@@ -192,10 +192,8 @@ class EngineCore:
 
 def _scheduler_config(config: EngineConfig, info: ModelInfo) -> SchedulerConfig:
     """Return the scheduler's options, without drafts where they cost more than they save."""
-    has_graphs, has_states = (
-        info.device == "cuda" and not config.executor.enforce_eager,
-        info.groups[-1].kind == "state",
-    )
+    has_graphs = info.device == "cuda" and not config.executor.enforce_eager
+    has_states = info.groups[-1].kind == "state"
     if config.scheduler.speculative_config is None or not (has_graphs and has_states):
         return config.scheduler
     log.warning("speculative_config: drafts are off; with recurrent layers, CUDA graphs have no rows for them")
