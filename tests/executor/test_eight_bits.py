@@ -14,9 +14,9 @@ from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
 from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.protocol import Step, Transfers
-from tests.support.checkpoints import compute_with, copied, edit_weights, executor_of, prompts, refusal
+from tests.support.checkpoints import compute_with, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
-from tests.support.eight_bits import dequantize, quantize
+from tests.support.eight_bits import QUANTIZATION, dequantize, quantize
 from tests.support.packed_models import WEIGHTS, folders
 from tests.support.paged import random
 from tests.support.refusals import cases
@@ -140,6 +140,12 @@ def model(tmp_path: Path) -> Path:
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_other_schemes_are_refused_before_weights_are_read(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    edit_config(model, quantization_config=QUANTIZATION | {"fmt": "e5m2"})
+    assert refusal(model).startswith(f"{model / 'config.json'}: quantization_config: fmt: 'e5m2' found")
 
 
 def test_scales_may_be_stored_in_sixteen_bits_and_are_part_of_the_fingerprint(model: Path) -> None:
