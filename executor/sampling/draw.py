@@ -32,8 +32,7 @@ class CpuSampling:
         self._scratch = torch.empty_like(self._weights)
 
     def choose(self, logits: Tensor, /, *options: Tensor) -> tuple[Tensor, Tensor]:
-        arrays = [option.numpy() for option in options]
-        drawn = np.flatnonzero(arrays[0])  # rows with a temperature above 0
+        drawn = np.flatnonzero(options[0].numpy())  # rows with a temperature above 0
         if len(drawn) < len(logits):
             largest, tokens = _top(logits)
         else:  # several times faster without the index
@@ -42,7 +41,9 @@ class CpuSampling:
             rows = drawn[first : first + len(self._weights)]
             begin, end = int(rows[0]), int(rows[-1]) + 1
             index = slice(begin, end) if end - begin == len(rows) else torch.from_numpy(rows)  # a slice copies nothing
-            tokens[index] = self._draw(logits[index], largest[index, None], [array[rows] for array in arrays])
+            tokens[index] = self._draw(
+                logits[index], largest[index, None], [option.numpy()[rows] for option in options]
+            )
         finite = np.isfinite(largest.numpy())  # this takes a tenth of torch's time
         return tokens if finite.all() else tokens * torch.from_numpy(finite), largest
 

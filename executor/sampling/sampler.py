@@ -119,7 +119,8 @@ class Sampler:
             own = values[:, : self._vocab_size]
             own.copy_(logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index])
             part.edits.apply(values, positions[part.rows], self._seen, self.ops)
-            chosen, top = self.ops.choose(own, *(option.index_select(0, part.index) for option in options))
+            selected = options if len(part.rows) == len(logits) else [o.index_select(0, part.index) for o in options]
+            chosen, top = self.ops.choose(own, *selected)
             edited.index_copy_(0, part.index, top)
             tokens.index_copy_(0, part.index, chosen)
         bounds = largest.expand(2, -1)
