@@ -2,60 +2,29 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import msgspec
+from prometheus_client.core import Metric
 
-from penstock.engine.http.distribution import Distribution, ProcessMetrics, family
+from penstock.engine.http.distribution import Distribution, HistogramRow, MetricRow, ProcessMetrics, family
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
 from penstock.router.routes import route_of
 
-FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
-LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
-# name → what it counts, and its labels
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "requests": ("Answers, by route and status.", ("route", "status")),
-    "refused": ("Connections refused before a whole request had arrived, by status.", ("status",)),
-    "retries": ("Requests sent to another replica, by reason.", ("reason",)),
-    "not_retried": ("Failures returned to the client without another retry, by reason.", ("reason",)),
-    "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
-    "prefills": ("Prompts sent to a prefill replica, by outcome.", ("outcome",)),
-    "client_gone": ("Clients that disconnected before the end of the answer.", ()),
-    "broken_streams": ("Answers that broke off after their first byte.", ()),
-    "replica_requests": ("Requests sent to a replica.", ("replica",)),
-    "replica_failures": ("Requests to a replica that failed.", ("replica",)),
-    "replica_ejections": ("Times that a replica was ejected after consecutive failures.", ("replica",)),
-}
-# Figures of each placement, as `Placement.metrics` names them; those that end in _total are counters.
-PLACEMENT = {
-    "decisions_total": "Choices of a replica.",
-    "no_match_decisions_total": "Choices for prompts that no replica has the beginning of.",
-    "no_ids_decisions_total": "Choices for prompts whose token ids are unknown, while replicas report blocks of token ids.",
-    "no_prompt_decisions_total": "Choices for requests without a prompt.",
-    "requests_ok_total": "Requests that succeeded at the chosen replica.",
-    "requests_failed_total": "Requests that failed at the chosen replica.",
-    "compared_requests_total": "Answers whose replica reported its cached tokens.",
-    "compared_prompt_tokens_total": "Prompt tokens of the answers whose replica reported its cached tokens.",
-    "predicted_cached_tokens_total": "Cached tokens that were predicted for these answers.",
-    "actual_cached_tokens_total": "Cached tokens that the replicas reported for these answers.",
-    "cached_tokens_error_total": "Sum of the differences between predicted and reported cached tokens, without sign.",
-    "predicted_ttft_seconds_total": "Sum of the predicted times to the first token.",
-    "actual_ttft_seconds_total": "Sum of the measured times to the first token.",
-    "approximate_replicas": "Replicas whose cache contents are estimated, because they report none.",
-    "event_gaps_total": "Missing sequence numbers in the replicas' cache events.",
-    "event_repeats_total": "Repeated frames of the replicas' cache events.",
-    "event_stalls_total": "Times that a stream of cache events was silent for 5 s.",
-    "keys_refused_total": "Reported keys beyond twice the number of the replica's blocks.",
-    "index_facts": "Index entries of blocks that replicas reported.",
-    "index_predictions": "Index entries of blocks that replicas are expected to have.",
-    "index_evictions_total": "Index entries evicted because the table was full.",
-    "index_reserved_bytes": "Memory reserved for the index.",
-    "sessions": "Sessions whose last replica is remembered.",
-}
-PREFIX = "penstock:router_"
+class RouterMetricTable(msgspec.Struct, frozen=True):
+    """The metrics of metrics.json."""
+
+    counters: dict[str, MetricRow]  # by the first part of the keys of `RouterMetrics.counts`
+    placement: dict[str, MetricRow]  # by figure of `Placement.metrics`
+    replicas: dict[str, MetricRow]
+    histograms: dict[str, HistogramRow]
+
+
+METRICS = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes(), type=RouterMetricTable)
 
 
 class RouterMetrics(ProcessMetrics):
@@ -64,20 +33,19 @@ class RouterMetrics(ProcessMetrics):
         self.fleet = fleet
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
-        help_text = "Request complete to first byte relayed."
-        self.first_byte = Distribution(f"{PREFIX}first_byte_seconds", help_text, FIRST_BYTE_S)
-        self.loop_lag = Distribution(f"{PREFIX}loop_lag_seconds", "Delay of a timer of the event loop.", LAG_S)
+        self.first_byte = Distribution(*METRICS.histograms["first_byte"])
+        self.loop_lag = Distribution(*METRICS.histograms["loop_lag"])
         self._refused = refused  # status → what never became a request
 
     def count(self, request: ClientRequest, status: int) -> None:
         self.counts["requests", route_of(request), status] += 1
 
     def collect(self) -> Iterator[Metric]:
-        rows: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
         for (name, *labels), count in sorted(self._counted(), key=str):
-            rows.setdefault(str(name), []).append((tuple(map(str, labels)), count))
-        for name, (help_text, names) in COUNTERS.items():
-            yield family(CounterMetricFamily, f"{PREFIX}{name}", help_text, names, rows.get(name, ()))
+            samples.setdefault(str(name), []).append((tuple(map(str, labels)), count))
+        for name, row in METRICS.counters.items():
+            yield family(row, samples.get(name, ()))
         yield self.first_byte.family({})
         yield self.loop_lag.family({})
         yield from self._of_placements()
@@ -98,20 +66,11 @@ class RouterMetrics(ProcessMetrics):
         for role, group in self.fleet.all_groups():
             for name, value in group.placement.metrics().items():
                 by_name.setdefault(name, []).append(([group.root, role], value))
-        for name, rows in by_name.items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            plain = name.removesuffix("_total")
-            yield family(kind, f"{PREFIX}{plain}", PLACEMENT[name], ("model", "role"), rows)
+        for name, samples in by_name.items():
+            yield family(METRICS.placement[name], samples)
 
     def _of_replicas(self) -> Iterator[Metric]:
         replicas = self.fleet.replicas.values()
         states = [((each.url, name), float(each.state == name)) for each in replicas for name in get_args(State)]
-        yield family(
-            GaugeMetricFamily,
-            f"{PREFIX}replica_state",
-            "1 for the current state, else 0.",
-            ("replica", "state"),
-            states,
-        )
-        in_flight = [((each.url,), each.num_in_flight) for each in replicas]
-        yield family(GaugeMetricFamily, f"{PREFIX}requests_in_flight", "Requests in flight.", ("replica",), in_flight)
+        yield family(METRICS.replicas["state"], states)
+        yield family(METRICS.replicas["in_flight"], [((each.url,), each.num_in_flight) for each in replicas])

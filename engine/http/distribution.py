@@ -3,12 +3,22 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+HistogramRow = tuple[str, str, tuple[float, ...]]  # in a metrics.json: the arguments of `Distribution`
+
+
+class MetricRow(NamedTuple):
+    """A counter or gauge in a metrics.json."""
+
+    kind: Literal["counter", "gauge"]
+    name: str  # without the _total of counters
+    labels: tuple[str, ...]
+    text: str  # the HELP text
 
 
 class ProcessMetrics(Collector):
@@ -43,11 +53,10 @@ class Distribution:
         return found
 
 
-def family(
-    kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    """Return a metric family. `rows`: label values, and the sample's value."""
-    found = kind(name, text, labels=labels)
-    for values, figure in rows:
+def family(row: MetricRow, samples: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Return a metric family. `samples`: label values, and the number."""
+    kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+    found = kind(row.name, row.text, labels=row.labels)
+    for values, figure in samples:
         found.add_metric(values, figure)
     return found

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Stats
 from penstock.engine.page.document import document
+from penstock.engine.server.metrics import METRICS
 from penstock.executor.protocol import ExpertUpdate
 from tests.support.router_fleet import running_router
 from tests.support.running_server import running
@@ -24,7 +25,7 @@ NAME = re.compile(r"\b((?:vllm|penstock):\w*_\w*)(…?)")
 def programs() -> list[list[Metric]]:
     """Return the metrics of a server with tiers and experts, and of a router."""
     shares = array("f", [0.5, 0.5]).tobytes()
-    tier: dict[str, float] = {"hit_tokens": 1, "used_blocks": 2, "capacity_blocks": 3, "corrupt_reads": 0}
+    tier = {name + "late" * name.endswith("_"): 1.0 for name in METRICS.tiers}
     with running() as server, running_router(server.url) as router:
         experts = ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
         server.engine.stats = Stats(num_blocks=4, tiers={"host": tier, "disk": tier}, experts=experts)

@@ -9,7 +9,7 @@ import pytest
 from penstock.engine.engine_options import engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server.metrics import stats_families
+from penstock.engine.server.metrics import METRICS, stats_families
 from penstock.executor.protocol import ExecutorError
 from tests.support.oracle import OracleExecutor
 from tests.support.oracle_engine import oracle_llm
@@ -97,9 +97,12 @@ def test_an_engine_that_cannot_start_leaves_its_disk_to_the_next(folder: Path, d
         assert llm.info.stores == ("disk",)
 
 
-def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
+def test_metrics_of_all_peers_stand_under_one_tier_and_the_table_has_those_of_every_tier(
+    folder: Path, disk: str
+) -> None:
     first, second = free_addresses(2)
-    with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, kv_peer_listen=second, kv_peers=[first]) as other:
+    options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB", "kv_peer_listen": second, "kv_peers": [first]}
+    with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, **options) as other:
         tokens(llm)
         llm._running().settle()
         executor = cast(OracleExecutor, other._running().executor)
@@ -113,6 +116,9 @@ def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
         metrics = other.get_metrics()
         assert metrics["kv_peer_hit_tokens"] == metrics["kv_peer_hits"] * 16 == 256
         assert metrics["kv_peer_is_open"] == 1 and metrics["kv_peer_served_blocks"] == 0
-        families = {family.name: family for family in stats_families(other._running().stats(), "m")}
-        (sample,) = families["penstock:kv_tier_is_open"].samples
-        assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1
+        stats = other._running().stats()
+        families = {family.name: family for family in stats_families(stats, "m")}
+        values = {sample.labels["tier"]: sample.value for sample in families["penstock:kv_tier_is_open"].samples}
+        assert values == {"disk": 1, "peer": 1}
+        figures = {figure for tier in stats.tiers.values() for figure in tier}
+        assert {figure for figure in METRICS.tiers if not figure.endswith("_")} <= figures
