@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
@@ -50,6 +50,9 @@ class RouterConfig:
     # None: no tokens, byte prefixes.
     tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
     chat_template: str | None = flag("the chat template that the replicas were started with, if any", "FILE")
+    default_chat_template_kwargs: dict[str, Any] | None = flag(
+        "the variables of the chat template that the replicas were started with, if any", "JSON"
+    )
     api_keys: tuple[str, ...] = flag("require this key from clients; repeat for several", "KEY", default=())
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("API key of the replicas", "KEY")
@@ -95,8 +98,9 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
 
 def check_together(config: RouterConfig) -> None:
     """Raise RouteError for options of the command line that need another one."""
-    if config.chat_template and not config.tokenizer:
-        raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
+    for name in ("chat_template", "default_chat_template_kwargs"):
+        if getattr(config, name) and not config.tokenizer:
+            raise RouteError(f"{name}: needs --tokenizer; without it prompts are not rendered here")
     for each in map(Backend.of, config.backends):
         if each.events is not None and config.tokenizer is None:
             raise RouteError(

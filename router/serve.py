@@ -159,7 +159,7 @@ def prompt_reader_of(config: RouterConfig) -> PromptReader:
     if config.tokenizer is None:
         return PromptReader()
     try:
-        text = load_text(config.tokenizer, config.chat_template)
+        text = load_text(config.tokenizer, config.chat_template, config.default_chat_template_kwargs)
     except ValueError as error:  # the model has no usable tokenizer
         raise RouteError(str(error)) from None
     prompts = PromptReader(*text)

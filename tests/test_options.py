@@ -72,7 +72,7 @@ def served(*words: str) -> Any:
     ):
         assert serve.run(parser_of(serve).parse_args(words)) == 0
     started = [stand.call_args.args for stand in (sockets, levels, engine)]
-    return files.call_args, started, template.call_args.args[1], lifetime.serve.call_args.args[3]
+    return files.call_args, started, template.call_args.args[1:], lifetime.serve.call_args.args[3]
 
 
 def routed(*words: str) -> Any:

@@ -45,6 +45,9 @@ class ModelOptions:
     """Options that select the files of a model and the sampling defaults."""
 
     chat_template: str | None = flag("a Jinja chat template to use instead of the model's own", "FILE")
+    default_chat_template_kwargs: dict[str, Any] | None = flag(
+        'variables of the chat template for requests that do not set them, like {"enable_thinking": false}', "JSON"
+    )
     revision: str | None = flag("branch, tag or commit of a model from the hub", "REV")
     generation_config: Literal["auto", "vllm"] = flag(
         "sampling defaults: those that the model's authors recommend (auto), or OpenAI's (vllm) (default: auto)",
@@ -120,7 +123,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             if args.generation_config == "auto":
                 recommended = await asyncio.to_thread(recommended_sampling, files)
                 server = server_config(args, files.name, recommended)
-            template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
+            variables = args.default_chat_template_kwargs
+            template = await asyncio.to_thread(load_template, tokenizer, args.chat_template, variables)
             # Import the HTTP server, which takes long, while the model is loaded.
             lifetime = await asyncio.to_thread(import_module, "penstock.engine.server.lifetime")
             await engine.start()

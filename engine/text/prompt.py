@@ -28,7 +28,8 @@ def chat_prompt(
     """Render the messages; `options` is passed on to `template.render`. For a template without tool support, tools and
     their calls are rendered as text, since it would drop them. Raise InvalidRequest for invalid messages or options."""
     switch = {} if reasoning_effort is None else thinking_switch(reasoning_effort != "none")
-    variables = {"documents": documents, **switch, **(chat_template_kwargs or {})}
+    sources = {} if documents is None else {"documents": documents}
+    variables: dict[str, Any] = {**sources, **switch, **(chat_template_kwargs or {})}
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
     if reasoning_effort not in (None, "none"):

@@ -31,6 +31,8 @@ SYSTEM: PlainMessage = {"role": "system", "content": "first"}
 USER: PlainMessage = {"role": "user", "content": "hello"}
 ASSISTANT: PlainMessage = {"role": "assistant", "content": "hello"}
 MARK = "b9f1c7e2"
+# Arguments of ChatTemplate.render, which can have no default.
+NO_DEFAULTS = ("messages", "tools", "tools_as_text", "add_generation_prompt", "continue_final_message")
 
 # Found in templates that print call arguments unchanged, so they must be JSON text, and in those that take objects.
 _PRINTED = re.compile(
@@ -42,15 +44,22 @@ _UNPACKED = re.compile(r"arguments(?:'\])?\s*(?:is\s|\|)")
 class ChatTemplate:
     """The chat template or templates of a model. Thread-safe."""
 
-    def __init__(self, sources: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
-        """Compile `sources`: one template, or several by name ("default", and "tool_use" for requests with tools)."""
+    def __init__(
+        self,
+        sources: str | dict[str, str],
+        special_tokens: dict[str, str] | None = None,
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
+        """Compile `sources`: one template, or several by name ("default", and "tool_use" for requests with tools).
+        `defaults` are variables that a request may override."""
         from penstock.engine.text.template_environment import compile_templates  # jinja2 takes long to import
 
         named = {"default": sources} if isinstance(sources, str) else sources
         self.sources = named
         self._templates = compile_templates(named)
         self._special_tokens = special_tokens or {}
-        said = json.dumps([named, self._special_tokens], sort_keys=True)
+        self._variables = {"documents": None, **self._special_tokens, **(defaults or {})}
+        said = json.dumps([named, self._special_tokens | (defaults or {})], sort_keys=True)
         self.digest = hashlib.sha256(said.encode()).hexdigest()
         self.source = "\n".join(named.values())  # searched for the model's tool call and reasoning marks
         self.is_slow = False  # set once a rendering took too long for the event loop
@@ -92,8 +101,7 @@ class ChatTemplate:
             chat = with_text_as_reasoning(chat)
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
-            **self._special_tokens,
-            "documents": None,
+            **self._variables,
             **plain(template_kwargs, "chat_template_kwargs"),
             "messages": chat,
             "tools": tools,
@@ -126,9 +134,9 @@ class ChatTemplate:
         """Render a test chat; return whether the template prints a system (or supported developer) message there."""
         for role in SYSTEM_ROLES if self._has_developer else SYSTEM_ROLES[:1]:
             chat = [*before, {"role": role, "content": MARK}, *after]
-            variables = {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": True}
+            variables = {"messages": chat, "tools": None, "add_generation_prompt": True}
             try:
-                if MARK not in self._template(False)({**self._special_tokens, **variables}):
+                if MARK not in self._template(False)({**self._variables, **variables}):
                     return False
             except RenderTimeout:
                 raise
@@ -155,16 +163,32 @@ def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
+def load_template(
+    tokenizer: Tokenizer, override: str | None = None, defaults: dict[str, Any] | None = None
+) -> ChatTemplate | None:
     """Return the operator's template (`override`: a file name or template text), else the tokenizer's, or None if there
-    is none."""
+    is none. `defaults` are the operator's defaults of its variables."""
     sources = tokenizer.chat_templates
     if override is not None:
         path = Path(override).expanduser()
         if "{" not in override and not path.is_file():
             raise ModelError(f"chat template: {override!r} is neither a file nor a template (which has braces)")
         sources = {"default": override if "{" in override else read_template("chat template", path)}
-    return ChatTemplate(sources, tokenizer.special_tokens) if sources else None
+    if defaults:
+        _check_defaults(defaults, {*NO_DEFAULTS, *tokenizer.special_tokens}, bool(sources))
+    return ChatTemplate(sources, tokenizer.special_tokens, defaults) if sources else None
+
+
+def _check_defaults(defaults: dict[str, Any], refused: set[str], has_template: bool) -> None:
+    option = "default_chat_template_kwargs"
+    if not has_template:
+        raise ModelError(f"{option}: {sorted(defaults)[0]!r} given, and the model has no chat template")
+    if names := sorted(refused & defaults.keys()):
+        raise ModelError(f"{option}: {names[0]!r} is given by the server and cannot have a default")
+    try:
+        plain(defaults, option)
+    except InvalidRequest as error:
+        raise ModelError(str(error)) from None
 
 
 def _mark_end(chat: list[PlainMessage]) -> str:

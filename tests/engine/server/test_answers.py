@@ -8,6 +8,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.template import ChatTemplate
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
+from tests.support.three_apis import APIS
 
 # Completions.
 
@@ -168,6 +169,16 @@ def test_template_variables_reach_the_template(server: Running) -> None:
     assert prompt(verbosity="low") == "user: hello\n>"
     assert prompt(add_generation_prompt=False) == "user: hello\n"
     assert prompt(continue_final_message=True) == "user: hello"
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_the_operator_s_template_variables_reach_the_template_in_every_api(name: str) -> None:
+    source = "{% for m in messages %}{% endfor %}{{ enable_thinking }} {{ level }}"
+    with running(template=ChatTemplate(source, {}, {"enable_thinking": False, "level": 7})) as server:
+        assert APIS[name].ask(server).status_code == 200 and server.prompt == "False 7"
+        switch = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2048}
+        fields = switch if name == "messages" else {"chat_template_kwargs": {"enable_thinking": True}}
+        assert APIS[name].ask(server, **fields).status_code == 200 and server.prompt == "True 7"
 
 
 def test_verbosity_reaches_a_template_that_has_it_and_is_named_elsewhere(server: Running) -> None:

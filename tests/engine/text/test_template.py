@@ -13,6 +13,7 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
 from penstock.engine.text.model_text import load_tokenizer
+from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import chat_samples
@@ -178,6 +179,24 @@ def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp
     ):
         with pytest.raises(ModelError, match=sentence):
             load_template(model(tmp_path), override)
+
+
+def test_the_operator_s_variables_hold_unless_a_request_sets_them(tmp_path: Path) -> None:
+    tokenizer, source = model(tmp_path), "{{ level }} {{ documents }}"
+    plain, template = load_template(tokenizer, source), load_template(tokenizer, source, {"level": 1, "documents": [2]})
+    assert plain is not None and template is not None
+    assert chat_prompt(template, HELLO) == "1 [2]"
+    assert chat_prompt(template, HELLO, chat_template_kwargs={"level": 3}, documents=[]) == "3 []"
+    assert template.digest != plain.digest == ChatTemplate(source, tokenizer.special_tokens, {}).digest
+
+
+@pytest.mark.parametrize(("defaults", "source", "words"), table(__file__, "defaults", nested=nested))
+def test_a_variable_that_can_have_no_default_is_refused(
+    tmp_path: Path, defaults: dict[str, Any], source: str | None, words: str
+) -> None:
+    tokenizer = model(tmp_path, tokenizer_config={"bos_token": "<s>"})
+    with pytest.raises(ModelError, match=f"^default_chat_template_kwargs: {words}"):
+        load_template(tokenizer, source, defaults)
 
 
 def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
