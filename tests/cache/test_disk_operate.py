@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cache:
 def test_inspect_tells_what_is_there_and_names_who_uses_it(cache: Cache, tmp_path: Path) -> None:
     folder = filled(tmp_path)
     said = cache.says("inspect")
+    assert re.search(r"on disk      \d+ bytes \(0\.\d\d GiB\)\n", said) and "bytes each (0.00 GiB together)" in said
     assert folder.name in said and "records      8 of" in said and "in use       no" in said and "cleanly" in said
     with Rig(tmp_path):
         assert f"in use       by process {os.getpid()}" in cache.says("inspect")

@@ -71,13 +71,14 @@ def _inspect(path: Path) -> int:
         os.close(directory)
     print(path.name)
     print(f"  in use       {_holder(path) or 'no'}")
-    print(f"  on disk      {held} bytes")
+    print(f"  on disk      {held} bytes ({held / 2**30:.2f} GiB)")
     if index is None:
         print("  index        missing or invalid; the next start scans every cell")
         return 0
     size = f"{index.header.cell_bytes} bytes each"
     if index.header.clean:
-        print(f"  records      {len(index.rows)} of {index.header.num_cells}, {size}")
+        held = len(index.rows) * index.header.cell_bytes
+        print(f"  records      {len(index.rows)} of {index.header.num_cells}, {size} ({held / 2**30:.2f} GiB together)")
         print("  closed       cleanly")
     else:
         print(f"  cells        {index.header.num_cells}, {size}")
@@ -112,7 +113,7 @@ def _clear(path: Path) -> int:
             os.unlink(name, dir_fd=directory)
     with contextlib.suppress(OSError):  # other files keep the directory
         path.rmdir()
-    print(f"{path.name}: {size} bytes freed")
+    print(f"{path.name}: {size} bytes ({size / 2**30:.2f} GiB) freed")
     return 0
 
 
