@@ -118,7 +118,7 @@ class Program:
         output, last = self._output(), ""
         for line in output:
             last = line.strip() or last
-            if (found := re.match(r"(?:Ready after|Routing to) .*(http://\S+:\d+)", line)) is not None:
+            if (found := re.match(r"(?:Ready after|Routing to|Discovering) .*(http://\S+:\d+)", line)) is not None:
                 break
         else:
             raise RuntimeError(f"penstock ended with code {self._process.wait()}: {last}")

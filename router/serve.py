@@ -226,7 +226,9 @@ async def serve(config: RouterConfig, sockets: list[socket.socket]) -> int:
 
 
 def _announce(url: str, config: RouterConfig) -> None:
-    replicas = f"replicas from {', '.join(config.discover)}" if config.discover else f"{len(config.backends)} replicas"
-    print(f"Routing to {replicas} by {config.policy}: {url}", flush=True)
+    start = f"Routing to {len(config.backends)} replicas"
+    if config.discover:
+        start = f"Discovering replicas from {', '.join(config.discover)}, routing"
+    print(f"{start} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)

@@ -78,7 +78,7 @@ def test_a_router_without_replicas_tells_how_to_add_one() -> None:
 
 def test_a_router_that_discovers_its_replicas_names_where() -> None:
     with Command("route", "--port", "0", "--discover", "dns:localhost:1") as router:
-        router.wait_for(r"Routing to replicas from dns:localhost:1 by .*: http")
+        router.wait_for(r"Discovering replicas from dns:localhost:1, routing by .*: http")
 
 
 def test_keys_come_from_the_configuration_and_the_environment() -> None:

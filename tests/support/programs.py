@@ -114,7 +114,7 @@ class Command:
 
     def url(self) -> str:
         """Wait until it listens."""
-        return self.wait_for(r"(?:Ready after|Routing to) .*: (http://\S+)")[1]
+        return self.wait_for(r"(?:Ready after|Routing to|Discovering) .*: (http://\S+)")[1]
 
     def stop(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
