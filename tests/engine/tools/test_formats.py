@@ -1,5 +1,7 @@
 """The format of calls that a model was trained on is detected in its chat template, and so are its marks of reasoning."""
 
+import dataclasses
+
 import pytest
 
 from penstock.engine.grammar.tool_calls import grammar
@@ -35,6 +37,12 @@ def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
     assert {named(name, "", False).name for name in formats.NAMES} == set(formats.NAMES)
     assert {*FORMS, "harmony"} >= {*formats.NAMES}
     assert set(formats.ALIASES.values()) <= {*formats.NAMES}
+
+
+def test_an_entry_of_the_table_has_fields_of_its_kind_and_a_note_alone() -> None:
+    for row in formats._ROWS:
+        fields = {each.name for each in dataclasses.fields(formats._KINDS[row["kind"]])}
+        assert row.keys() <= {*fields, "kind", "note"}, row["name"]
 
 
 def test_the_marks_of_reasoning_are_found_in_the_template() -> None:
