@@ -15,6 +15,7 @@ from tests.support.twins.experts import fused_experts
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import (
+    IN_PROMPT,
     NO_NORMS,
     UNGATED,
     Activation,
@@ -484,24 +485,24 @@ def sample(kit: Kit, name: str, num_rows: int, vocab_size: int) -> Iterator[Case
             return kernels.sampling.choose(*arguments)[0]
 
         yield Case(f"{name}choose, {filters}", choose, 0.1, drawn.nbytes, is_choice=True)
-    slots = torch.randperm(num_rows, device=device)[: num_rows // 2]
-    counts = kit.integers(3, num_rows, vocab_size)
+    changed_rows, slots = (torch.randperm(num_rows, device=device)[: num_rows // 2] for _ in range(2))
+    counts = kit.integers(3, num_rows, vocab_size) + IN_PROMPT * kit.integers(2, num_rows, vocab_size)
     coefficients = kit.wide(len(slots), 3, scale=0.3).abs() + 0.1
     masks = torch.randint(-(2**31), 2**31, (len(slots), -(-vocab_size // 32)), device=device).int()
 
     def edit(kernels: Kernels) -> tuple[torch.Tensor, ...]:
         penalized, masked = edited_rows.clone()[:, :vocab_size], logits.clone()
-        kernels.sampling.penalize(penalized, slots, slots, counts, coefficients)
-        kernels.sampling.mask(masked, slots, masks)
-        return penalized, masked.isinf()
+        kernels.sampling.penalize(penalized, changed_rows, slots, counts, coefficients)
+        kernels.sampling.mask(masked, changed_rows, masks)
+        return penalized, masked.clamp(min=-1e4)  # two infinities have no difference
 
     yield Case(f"{name}penalize and mask", edit)
 
 
 def inputs(kit: Kit, name: str, length: int) -> Iterator[Case]:
     """Yield the inputs of a step of requests of at most `length` tokens, the last of which is padding."""
-    slots, width = 8, -(-length // PAGE)
-    layout = StateLayout(length + 1, (slots + 1) * (length + 1), width, 0, slots * (length + 1), PAGE)
+    slots, width = 8, -(-length // kit.page)
+    layout = StateLayout(length + 1, (slots + 1) * (length + 1), width, 0, slots * (length + 1), kit.page)
     layout = layout._replace(options_at=layout.blocks_at + slots * width)
     state = kit.integers(2**20, layout.options_at + slots * OPTIONS)
     counts, first = [1, 1, 3, 400, 1], [17, 600, 100, 200, 0]
@@ -526,17 +527,21 @@ def recurrent(
     is_padded: bool = False,
 ) -> Iterator[Case]:
     """Yield a recurrent layer over rows of so many tokens; one row is new, and one goes from its pages to others.
-    `sizes`: key and value heads and their dimensions. `is_padded`: only the device knows the rows, as in a graph."""
-    layer = Layer.random(sum(counts), sizes, kit.dtype, device=kit.device, erases=erases)
+    `sizes`: key and value heads and their dimensions. `is_padded`: only the device knows the rows, as in a graph, which
+    has more tokens: these read no state and write to page 0, which is not compared."""
+    padding, tokens = [1, 69, 0] if is_padded else [], sum(counts)
+    layer = Layer.random(tokens + sum(padding), sizes, kit.dtype, device=kit.device, erases=erases)
     states = States(layer, len(counts) + 1, kit.device)
-    write = states.tables[:-1].clone()
+    read = torch.nn.functional.pad(states.tables[:-1], (0, 0, 0, len(padding)))
+    write = read.clone()
     write[0] = states.tables[-1]
-    batch = batch_of(counts, states.tables[:-1].contiguous(), write, new=(len(counts) - 1,))
+    batch = batch_of([*counts, *padding], read, write, new=tuple(range(len(counts) - 1, len(read))))
     if is_padded:
-        batch = as_in_a_graph(batch)
+        batch = as_in_a_graph(batch, len(counts))
 
-    def call(kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(kernels: Kernels) -> tuple[torch.Tensor, ...]:
         own = states.copy()
-        return layer.run(kernels.ops, own.pages, batch), own.pages.base.view(torch.float32).nan_to_num()
+        out = layer.run(kernels.ops, own.pages, batch)
+        return out[:tokens], out.isfinite(), own.pages.base[1:].view(torch.float32).nan_to_num()
 
     yield Case(name, call, 3e-2 if kit.dtype is torch.bfloat16 else 2e-4)

@@ -1,9 +1,10 @@
 """Random pages of keys and values and batches over them, for tests of whichever kernels."""
 
 import copy
-import itertools
+from dataclasses import replace
 
 import torch
+from benchmarks.gpu.batches import make_batch, make_cache, num_blocks, pages_of, spoil_unused
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_EXTRAS, Ops, ScoreExtras
@@ -17,17 +18,13 @@ class Cache:
     """Random pages of one layer of three, and rows whose blocks are scattered over them; unused cells are NaN."""
 
     def __init__(self, contexts: list[int], kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
-        counts = [-(-context // page) for context in contexts]
-        kv = torch.full((sum(counts) + 2, 3, 2, page, kv_heads * dim), float("nan"), dtype=dtype)
-        self.k_pages, self.v_pages = kv[:, 1, 0], kv[:, 1, 1]
-        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
-        self.tables = torch.zeros(len(contexts), max(counts, default=0), dtype=torch.int32)
-        for row, (context, blocks) in enumerate(zip(contexts, torch.split(order, counts), strict=True)):
-            self.tables[row, : len(blocks)] = blocks
-            position = torch.arange(context)
-            where = blocks[position // page], position % page
-            self.k_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row)
-            self.v_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row + 1)
+        torch.manual_seed(0)
+        rows, cpu = [(1, context) for context in contexts], torch.device("cpu")
+        batch = make_batch(rows, cpu, page=page)
+        kv = make_cache(num_blocks(rows, page), 3, 2, kv_heads * dim, dtype, cpu, page)
+        kv[:, ::2] = torch.nan
+        spoil_unused(kv[:, 1], batch)
+        (self.k_pages, self.v_pages), self.tables = pages_of(kv, 1), batch.block_tables
 
     def to(self, device: torch.device) -> "Cache":
         moved = copy.copy(self)
@@ -37,23 +34,9 @@ class Cache:
 
     def batch(self, rows: list[tuple[int, int, int]]) -> ForwardBatch:
         """Return a batch of (row of this cache, queries, context), single-token rows first."""
-        lens = [count for _, count, _ in rows]
-        contexts = [context for _, _, context in rows]
-        singles = sum(1 for _ in itertools.takewhile(lambda count: count == 1, lens))
-        unused, device = torch.empty(0), self.tables.device
-        return ForwardBatch(
-            tokens=unused,
-            positions=unused,
-            kv_cells=unused,
-            query_starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device),
-            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-            block_tables=self.tables[[row for row, _, _ in rows]],
-            output_indices=None,
-            num_single_rows=singles,
-            query_lens=tuple(lens[singles:]),
-            query_contexts=tuple(contexts[singles:]),
-            max_single_context=max(contexts[:singles], default=0),
-        )
+        counts = [(count, context) for _, count, context in rows]
+        batch = make_batch(counts, self.tables.device, page=self.k_pages.shape[1])
+        return replace(batch, block_tables=self.tables[[row for row, _, _ in rows]])
 
 
 def attend(

@@ -1,9 +1,9 @@
 """Random recurrent layers and states on scattered pages, for tests of whichever kernels."""
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from benchmarks.gpu.batches import make_batch
 
 from penstock.executor.batch import ForwardBatch, StateBatch, StatePages
 from penstock.executor.kernels import Ops
@@ -87,26 +87,11 @@ class States:
 def batch_of(
     counts: list[int], tables: torch.Tensor, write: torch.Tensor | None = None, new: tuple[int, ...] = ()
 ) -> ForwardBatch:
-    """Rows of so many tokens, single ones first; `tables` are where each reads, `write` where it writes."""
-    device = tables.device
-    singles = sum(1 for _ in itertools.takewhile(lambda count: count == 1, counts))
-    unused = torch.empty(0)
+    """Return rows of so many tokens, single ones first; `tables` are where each reads, `write` where it writes."""
     is_new = torch.zeros(len(counts), dtype=torch.bool)
     is_new[list(new)] = True
-    return ForwardBatch(
-        tokens=unused,
-        positions=unused,
-        kv_cells=unused,
-        query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
-        context_lens=unused,
-        block_tables=unused,
-        output_indices=None,
-        num_single_rows=singles,
-        query_lens=tuple(counts[singles:]),
-        query_contexts=tuple(counts[singles:]),
-        max_single_context=0,
-        states=StateBatch(tables, tables if write is None else write, is_new.to(device)),
-    )
+    states = StateBatch(tables, tables if write is None else write, is_new.to(tables.device))
+    return replace(make_batch([(count, count) for count in counts], tables.device), states=states)
 
 
 def as_in_a_graph(batch: ForwardBatch, num_real: int | None = None) -> ForwardBatch:

@@ -103,8 +103,11 @@ def open_kernels(kind: str, dtype: torch.dtype) -> tuple[Kernels, torch.device]:
 def test_an_operation_equals_the_twin(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, line: Line
 ) -> None:
-    if HAS_TRITON:  # codes of 600 rows are dequantized in four pieces, the last of which has few columns
+    if HAS_TRITON:
+        # Codes of 600 rows are dequantized in four pieces, the last of which has few columns.
         monkeypatch.setattr("penstock.executor.kernels.cuda.linear_products.PIECE_BYTES", 64 * 384 * 4)
+        # Latents are expanded in pieces: all heads of a row or two, or some heads of one row.
+        monkeypatch.setattr("penstock.executor.kernels.cuda.expanded.PIECE_ELEMENTS", 13_000)
     kernels, device = open_kernels(kind, dtype)
     check(kernels, Kit(device, dtype, page=line.page), TOLERANCE, line.build, *line.shape)
 

@@ -5,7 +5,7 @@ order these are added. Its products of a tile are made exact, since numpy's own 
 where its instruction is the same, which test_triton_compiled.py reads in the compiled code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu.cases import Kit, blocks
+from benchmarks.gpu.cases import Kit, blocks, packed, plain
 from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, Fp8Rows, ScoreExtras
-from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
 from penstock.executor.kernels.cuda.ops import InvariantOps
-from penstock.executor.kernels.select import select_ops
-from penstock.executor.kernels.weight import pack_for_gpu, plain_weight
-from penstock.executor.protocol import ExecutorError, Sampling
-from tests.executor.kernels.test_triton_moe import case as experts_case
-from tests.executor.kernels.test_triton_packed import KINDS, grouped, moved
-from tests.support import cards
+from penstock.executor.kernels.weight import plain_weight
+from penstock.executor.protocol import Sampling
 from tests.support import interpreter as interpreted
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
@@ -35,25 +30,18 @@ from tests.support.recurrent import Layer, States, batch_of
 from tests.support.twins import torch_ops
 
 OPS = InvariantOps(fp8)
-CPU = torch.device("cpu")
 Rows = list[tuple[int, int, int]]
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply numbers of 16 bits and fewer in float64, where no product of a tile is rounded before it is added."""
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
-        made = np.matmul(_wide(a), _wide(b)).astype(np.float32)
-        return interpreter.TensorHandle(made + acc.data, acc.dtype.scalar)
+        left, right = (interpreted.widened(each).data.astype(np.float64) for each in (a, b))
+        return interpreter.TensorHandle(np.matmul(left, right).astype(np.float32) + acc.data, acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    yield
-
-
-def _wide(handle: Any) -> np.ndarray:
-    wide: np.ndarray = interpreted.widened(handle).data.astype(np.float64)
-    return wide
 
 
 def alike(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -155,20 +143,22 @@ def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, dev
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_experts(device: torch.device, dtype: torch.dtype) -> None:
     """From fewer entries than an expert has rows in its smallest tile to more than in its largest."""
-    hidden, slots, shares, gate_up, down = experts_case(150, 2, 2, 64, 64, dtype, device)
+    kit = Kit(device, dtype)
+    hidden, gate_up, down = kit.random(150, 64), plain(kit, 2, 128, 64), plain(kit, 2, 64, 64)
+    shares = torch.rand(150, 2, device=device)
+    slots = shares.argsort()
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         at = rows[:, 0].long()
-        weights = plain_weight(gate_up), plain_weight(down)
-        return OPS.fused_experts(hidden[at], slots[at], shares[at], *weights, 0, "silu")
+        return OPS.fused_experts(hidden[at], slots[at], shares[at], gate_up, down, 0, "silu")
 
     alike(run, torch.arange(150, device=device)[:, None], (1, 2, 20, 70))
 
 
 @pytest.mark.slow_in_interpreter
-@pytest.mark.parametrize("kind", [*KINDS[:2], KINDS[5]])
-def test_products_with_codes(device: torch.device, kind: tuple[int, int, str | None]) -> None:
-    weight = moved(pack_for_gpu([grouped(72, 384, kind)], CPU), device)
+@pytest.mark.parametrize("fields", [{"group": 32}, {"group": 64, "below": torch.uint8}, {"bits": 8, "group": 16}])
+def test_products_with_codes(device: torch.device, fields: dict[str, Any]) -> None:
+    weight = packed(Kit(device, torch.bfloat16), 72, 384, **fields)
     x = random(150, 384, dtype=torch.bfloat16).to(device)
     alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
 
@@ -212,16 +202,3 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: st
             driver.readmit(watched)
         traces.append(seen + driver.trace(watched, *beside, count=3, chunk=chunk))
     assert traces[0] == traces[1] == traces[2]
-
-
-@pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.RTX_PRO])
-def test_it_is_what_a_gpu_computes_with_if_asked(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: card)
-    ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)
-    assert isinstance(ops, InvariantOps) and (ops.blocks is None) == (card is cards.A100)
-
-
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: cards.B200)
-    with pytest.raises(ExecutorError, match=r"batch_invariant: given; .* 8\.x, 9\.0 or 12\.x"):
-        select_ops(torch.device("cuda", 0), torch.bfloat16, 128, True)

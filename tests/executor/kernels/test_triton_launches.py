@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import cases
+from benchmarks.gpu.batches import make_batch
 from benchmarks.gpu.shapes import config_of
 
-from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda import few_rows, linear_products
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
@@ -28,7 +28,7 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | {"EVERY_SIZE": True}, 6))),
     *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
 ]
-ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
+LONGEST = 512
 
 
 @pytest.mark.parametrize(("name", "options", "most"), hardest_rows(CASES, CASES[-1:]))
@@ -58,19 +58,7 @@ def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
     runner = UniprocExecutor(
         ExecutorConfig(model=str(folder), device="cpu", dtype="bfloat16", load_format="dummy", kv_cache_bytes=2**20)
     )._rank.runner
-    batch = ForwardBatch(
-        tokens=torch.tensor([5, 7], dtype=torch.int32),
-        positions=torch.tensor([3, 20], dtype=torch.int32),
-        kv_cells=torch.tensor([BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 4]),
-        query_starts=torch.arange(ROWS + 1, dtype=torch.int32),
-        context_lens=torch.tensor([4, 21], dtype=torch.int32),
-        block_tables=torch.ones(ROWS, LONGEST // BLOCK_SIZE, dtype=torch.int32),
-        output_indices=None,
-        num_single_rows=ROWS,
-        query_lens=(),
-        query_contexts=(),
-        max_single_context=LONGEST,
-    )
+    batch = make_batch([(1, 4), (1, 21)], torch.device("cpu"), LONGEST)
     with torch.inference_mode(), launches() as names:
         runner._model.forward(batch, runner._pages)
     return Counter(names)

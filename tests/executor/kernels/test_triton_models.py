@@ -7,7 +7,7 @@ import torch
 
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorError
@@ -21,8 +21,19 @@ from tests.support.twins import eight_bits as eight_bits_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
 COUNT = 3
+GPU = torch.device("cuda", 0)
 SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
-SLOW = ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt", "nemotron-h")
+SLOW = (
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "mistral-sliding",
+    "deepseek-v2-lite",
+    "opt",
+    "nemotron-h",
+    "mixtral",
+    "qwen2-moe",
+)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -71,13 +82,19 @@ def test_a_model_of_eight_bits_is_near_its_twin(
 @pytest.mark.parametrize("card", [cards.A100, cards.L40S, cards.H200, cards.B200, cards.RTX_PRO])
 def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
     monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: card)
-    ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
+    ops = select_ops(GPU, torch.bfloat16, 128)
     assert all(getattr(ops, name) is getattr(OPS, name) for name in operations(Ops) if name != "blocks")
     assert ops.blocks is (OPS.blocks if card.capability >= (8, 9) else None)
+    if card is cards.B200:
+        with pytest.raises(ExecutorError, match=r"batch_invariant: given; .* 8\.x, 9\.0 or 12\.x"):
+            select_ops(GPU, torch.bfloat16, 128, True)
+    else:
+        fixed = select_ops(GPU, torch.bfloat16, 128, True)
+        assert isinstance(fixed, InvariantOps) and (fixed.blocks is None) == (ops.blocks is None)
 
 
 def test_a_gpu_that_is_too_old_for_the_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     turing = Card((7, 5), 40, 64 << 10)
     monkeypatch.setattr("penstock.executor.kernels.select.card_of", lambda _: turing)
     with pytest.raises(ExecutorError, match="this GPU has compute capability 7.5; 8.0 .* or later is needed"):
-        select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
+        select_ops(GPU, torch.bfloat16, 128)

@@ -1,4 +1,4 @@
-"""The experts in Triton: tiles, products in eight bits, launches, and models that compute their experts in one call."""
+"""The experts in Triton: tiles, products in eight bits, and models that compute their experts in one call."""
 
 import math
 from typing import Any
@@ -10,37 +10,15 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels.cuda import expert_products as moe
 from penstock.executor.kernels.cuda import tiles
-from penstock.executor.kernels.cuda.ops import OPS
-from penstock.executor.kernels.weight import plain_weight
-from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.kernel_cases import TOLERANCE, check, matrix, triton_kernels
-from tests.support.launch_counts import launches
-from tests.support.paged import random
 from tests.support.small_models import greedy
 from tests.support.twins import changed, torch_ops
-from tests.support.twins import experts as experts_twin
+from tests.support.twins.experts import fused_experts
 
-Tensor = torch.Tensor
 CPU = torch.device("cpu")
-Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
-
-
-def case(
-    tokens: int, experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, device: torch.device
-) -> Case:
-    choice = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1))
-    choice[:, 0] += 0.5  # a favourite, so that some tiles are full and some experts have none
-    slots = choice.topk(top_k).indices
-    shares = random(tokens, top_k, seed=2).softmax(-1)
-    gate_up = random(experts, 2 * inner, width, dtype=dtype, seed=3) / width**0.5
-    down = random(experts, width, inner, dtype=dtype, seed=4) / inner**0.5
-    hidden = random(tokens, width, dtype=dtype)
-    return hidden.to(device), slots.to(device), shares.to(device), gate_up.to(device), down.to(device)
-
-
 TILES = [(70, (3, 2, 32, 32), calls.plain, rows) for rows in (16, 64, 128)]
 
 
@@ -77,35 +55,20 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
-@pytest.mark.gpu
-def test_an_entry_has_the_same_bits_in_whatever_company() -> None:
-    """Which the interpreter's products do not have, numpy's."""
-    device = torch.device("cuda")
-    hidden, slots, shares, gate_up, down = case(40, 3, 2, 64, 32, torch.bfloat16, device)
-    weights = plain_weight(gate_up), plain_weight(down)
-    together = moe.fused_experts(hidden, slots, shares, *weights, 0, "silu")
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(5)).to(device)
-    shuffled = moe.fused_experts(hidden[order], slots[order], shares[order], *weights, 0, "silu")
-    assert torch.equal(shuffled, together[order])
-
-
-@pytest.mark.parametrize("kind", ["the twin", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("case_name", "num_shared"), [("mixtral", 0), ("deepseek-v2-lite", 2), ("qwen2-moe", 0)])
-def test_a_model_gives_the_tokens_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, case_name: str, num_shared: int, kind: str
-) -> None:
+@pytest.mark.parametrize(("case", "num_shared"), [("mixtral", 0), ("deepseek-v2-lite", 2), ("qwen2-moe", 0)])
+def test_a_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str, num_shared: int) -> None:
     """Through the models' seam: the experts' weights in one tensor, the shared ones too where their width allows it."""
-    driver = driver_of(monkeypatch, moe if kind == "triton" else experts_twin, case_name)
+    driver = driver_of(monkeypatch, fused_experts, case)
     assert counts_of_shared(driver) == {num_shared}
     prompt = [5, 17, 3, 99, 42, 8, 71, 150]
-    assert driver.generate(driver.admit(prompt), count=4) == [greedy(case_name, prompt, 4)[0]]
+    assert driver.generate(driver.admit(prompt), count=4) == [greedy(case, prompt, 4)[0]]
 
 
 @pytest.mark.parametrize("width", [64, 96])
 def test_a_shared_expert_with_a_gate_is_cut_into_experts(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     overrides = {"shared_expert_intermediate_size": width}
     given = {"hf_overrides": overrides, "load_format": "dummy"}
-    drivers = [driver_of(monkeypatch, fused, "qwen2-moe", **given) for fused in (None, experts_twin)]
+    drivers = [driver_of(monkeypatch, fused, "qwen2-moe", **given) for fused in (None, fused_experts)]
     assert [counts_of_shared(driver) for driver in drivers] == [{0}, {width // 32}]
     first, second = (driver.generate(driver.admit([5, 17, 3, 99, 42, 8]), count=8) for driver in drivers)
     assert first == second
@@ -116,12 +79,9 @@ def counts_of_shared(driver: Driver) -> set[int]:
     return {experts.num_shared for experts in driver.executor._rank.runner._model.experts}
 
 
-def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **options: Any) -> Driver:
-    """Return a driver on a CPU whose linear layers are plain. The module `kernels` computes the experts; None: each alone."""
-    changes = {"fused_experts": None if kernels is None else kernels.fused_experts}
-    if kernels is moe:
-        changes["choose_experts"] = OPS.choose_experts
-    compute_with(monkeypatch, changed(torch_ops, **changes))
+def driver_of(monkeypatch: pytest.MonkeyPatch, fused: Any, model: str, **options: Any) -> Driver:
+    """Return a driver on a CPU whose linear layers are plain. `fused` computes the experts; None: each alone."""
+    compute_with(monkeypatch, changed(torch_ops, fused_experts=fused))
     return Driver(executor_of(model, **options))
 
 
@@ -135,16 +95,3 @@ def test_mxfp4_experts_take_few_steps(monkeypatch: pytest.MonkeyPatch, tokens: i
     layer.call(triton_kernels(CPU))
     products = [(each["SPEC"], math.prod(each["grid"]), each["ROWS"]) for each in noted if "SPEC" in each]
     assert [(-(-spec.depth // (spec.step * spec.splits)), *rest) for spec, *rest in products] == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can")
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 5), (40, 6)])
-def test_a_layer_of_experts_is_few_launches(tokens: int, expected: int) -> None:
-    """Behind the router's product: the choice, one or two to sort, up, down and the sum; no copies, no fills."""
-    spec = MoeSpec(num_experts=30, top_k=14, intermediate_size=32, renormalize=True, scale=2.0)
-    hidden, _, _, gate_up, down = case(tokens, 32, 2, 64, 32, torch.bfloat16, CPU)
-    logits, weights = random(tokens, 30), (plain_weight(gate_up), plain_weight(down))
-    with launches() as names:
-        ids, shares = OPS.choose_experts(logits, None, spec, 2)
-        OPS.fused_experts(hidden, ids, shares, *weights, 0, "silu")
-    assert len(names) == expected, names

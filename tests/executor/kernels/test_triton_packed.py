@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks.gpu.cases import Kit, packed
 
 from penstock.executor.kernels.cuda import linear_products
 from penstock.executor.kernels.linear import Linear
@@ -38,10 +39,6 @@ def grouped(rows: int, columns: int, kind: Kind, seed: int = 0) -> Weight:
     return Weight(Groups(bits or 8), codes, scales, under, "a weight")
 
 
-def moved(weight: Weight, device: torch.device) -> Weight:
-    return weight.like(tensor.to(device) for tensor in weight.tensors())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
@@ -60,10 +57,14 @@ def test_the_depth_may_be_cut(
 ) -> None:
     """There are three steps, so the last of four parts has none. Rows and bias lie in wider tensors."""
     monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
-    weight, x = pack_for_gpu([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
-    bias = random(65, dtype=dtype, seed=7)[1:]
-    actual = linear_products.linear(x.to(device), moved(weight, device), bias.to(device))
-    close(actual, x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double())
+    kit = Kit(device, dtype)
+    weight, x, bias = (
+        packed(kit, 64, 384, group=64, below=torch.uint8),
+        kit.random(3, 400)[:, :384],
+        kit.random(65)[1:],
+    )
+    expected = x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double()
+    close(linear_products.linear(x, weight, bias), expected)
 
 
 def test_half_a_step_fits_the_depth_and_the_groups() -> None:

@@ -1,4 +1,4 @@
-"""The short convolution, the gated delta rule and Mamba 2 in Triton: padding, precision, NaN, and tokens far apart."""
+"""The short convolution, the gated delta rule and Mamba 2 in Triton: precision, NaN, and tokens far apart."""
 
 import mmap
 
@@ -6,31 +6,8 @@ import pytest
 import torch
 
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.support.kernel_cases import TOLERANCE, matrix
-from tests.support.recurrent import Layer, States, as_in_a_graph, batch_of
+from tests.support.recurrent import Layer, States, batch_of
 from tests.support.twins import torch_ops
-
-COUNTS = [[1, 1, 1], [1, 3, 64, 65]]
-
-
-@matrix("dtype, counts", TOLERANCE, COUNTS, hardest=[(torch.bfloat16, COUNTS[1])])
-@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
-def test_a_padded_batch_gets_what_its_rows_get(
-    device: torch.device, dtype: torch.dtype, counts: list[int], erases: bool
-) -> None:
-    """In a graph, only the device knows the rows: padding reads no state and writes to page 0."""
-    real, padding = sum(counts), [1, 69, 0]
-    layer = Layer.random(real + sum(padding), (1, 2, 16, 16), dtype, device=device, erases=erases)
-    states = States(layer, len(counts), device)
-    expected_states = states.copy()
-    tables = torch.cat((states.tables, states.tables.new_zeros(len(padding), states.tables.shape[1])))
-    rows = len(counts) + len(padding)
-    batch = as_in_a_graph(batch_of([*counts, *padding], tables, new=(0, *range(len(counts), rows))), len(counts))
-    out = layer.run(OPS, states.pages, batch)
-    plain = layer.part(torch.arange(real))
-    expected = plain.run(OPS, expected_states.pages, batch_of(counts, states.tables, new=(0,)))
-    assert torch.equal(out[:real], expected) and out.isfinite().all()
-    assert torch.equal(states.pages.base[1:], expected_states.pages.base[1:])
 
 
 def test_a_convolution_reads_tokens_more_than_two_billion_numbers_apart() -> None:

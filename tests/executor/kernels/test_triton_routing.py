@@ -7,10 +7,8 @@ from penstock.executor.kernels.cuda import routing
 from penstock.executor.moe_spec import MoeSpec
 from tests.support.kernel_cases import close, matrix
 
-QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
-V2 = MoeSpec(
-    num_experts=160, top_k=6, intermediate_size=1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3
-)
+QWEN3 = MoeSpec(128, 8, 768, renormalize=True)
+V2 = MoeSpec(160, 6, 1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3)
 
 
 def test_of_equal_experts_the_first_is_chosen(device: torch.device) -> None:

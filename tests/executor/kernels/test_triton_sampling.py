@@ -1,13 +1,11 @@
-"""Drawing, penalties and masks in Triton against their twins, and the twin's noise against its distribution."""
+"""Drawing in Triton against its twin, and the twin's noise against its distribution."""
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels import IN_PROMPT
 from penstock.executor.kernels.cuda import draw_tokens as sampling
-from penstock.executor.kernels.cuda import logit_edits
-from tests.support.kernel_cases import close, every_dtype, matrix
+from tests.support.kernel_cases import matrix
 from tests.support.paged import random
 from tests.support.twins import sampling as sampling_twin
 
@@ -137,31 +135,3 @@ def test_the_generator_is_philox() -> None:
         0xBC57AC4C,
         0x9B00DBD8,
     ]
-
-
-@every_dtype
-def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    logits = random(4, 2500, dtype=dtype).to(device)[:, :2304]
-    counts = torch.zeros(3, 2300, dtype=torch.int32, device=device)
-    counts[:, ::7] = 2
-    counts[:, ::5] |= IN_PROMPT
-    counts[2, ::3] += 1
-    rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
-    given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
-    expected = logits.clone()
-    sampling_twin.penalize(expected, rows, slots, counts, given)
-    logit_edits.penalize(logits, rows, slots, counts, given)
-    close(logits, expected)
-    assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
-
-
-@every_dtype
-def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    logits = random(4, 2100, dtype=dtype).to(device)
-    generator = torch.Generator().manual_seed(2)
-    masks = torch.randint(-(2**31), 2**31, (2, 66), dtype=torch.int32, generator=generator).to(device)
-    rows, expected = torch.tensor([2, 0], device=device), logits.clone()
-    sampling_twin.mask(expected, rows, masks)
-    logit_edits.mask(logits, rows, masks)
-    assert torch.equal(logits, expected)
-    assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()

@@ -4,8 +4,7 @@ Whole small models call the launchers of the kernels. Nothing is interpreted: a 
 compute the numbers, so that there is time for steps of every size.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,24 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.engine.front.submit import Pooling
+from penstock.engine.config import SchedulerConfig
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
-from penstock.executor.kernels.lora import LoraSlots
-from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import ExecutorConfig, Row, Sampling
+from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.ranks import runner_factory
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import packed_models, small_models
-from tests.support.adapters import Adapter
+from tests.support.adapters import Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with
-from tests.support.driver import Driver, Sequence
+from tests.support.driver import GREEDY, Driver
 from tests.support.refusals import hardest
+from tests.support.simulation import Simulation, submit
 from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
@@ -50,10 +48,13 @@ NESTED = {"blocks": BlockOps}
 
 
 @pytest.fixture(autouse=True)
-def only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave every launch out; support/variants.py notes it."""
-    monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
+def only_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave every launch out; support/variants.py notes it if it is one of a `kernel`, as all must be."""
+    launched: set[str] = set()
+    monkeypatch.setattr(InterpretedFunction, "run", lambda function, *_, **__: launched.add(function.fn.__name__))
     forget_variants()
+    yield
+    assert launched == {variant.kernel for variant in variants()}
 
 
 def beside(kind: Any, ours: Any, twins: Any) -> Any:
@@ -77,7 +78,9 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
     return changed(ours, **{name: both(name) for name in operations(kind)})
 
 
-def open_on_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, **options: Any) -> Driver:
+def open_on_kernels(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, **options: Any
+) -> UniprocExecutor:
     """Open a model whose operations, drawing and inputs launch kernels."""
     ops, inputs = beside(Ops, OPS, TWINS), beside(InputOps, step_inputs, torch_inputs)
     sampling = beside(SamplingOps, SAMPLING_OPS, sampling_twin)
@@ -90,7 +93,7 @@ def open_on_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Rec
     monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
     monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling)
     compute_with(monkeypatch, ops)
-    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options)))
+    return UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options))
 
 
 def any_sampling(rng: np.random.Generator) -> Sampling:
@@ -113,57 +116,35 @@ def any_sampling(rng: np.random.Generator) -> Sampling:
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
 
-def release(driver: Driver, sequence: Sequence) -> None:
-    """Give back the pages of a request that has ended."""
-    driver.free = [*sequence.blocks, *chain(*sequence.others, *sequence.state), *driver.free]
-
-
-def prompts_of(driver: Driver, lengths: Iterable[int], adapter: str | None = None) -> None:
+def run_prompts(executor: UniprocExecutor, lengths: Iterable[int], adapter: str | None = None) -> None:
     """Compute a prompt of each length, and one more token."""
+    world = Simulation(executor, SchedulerConfig(max_num_seqs=1, enable_prefix_caching=False))
     for length in lengths:
-        sequence = Sequence(0, [length % 160] * length, length, adapter=adapter)
-        driver._announce(sequence)
-        driver.advance(sequence)
-        driver.advance(sequence)
-        release(driver, sequence)
+        world.submit(submit(f"p{length}", [7] * length, min(2, LONGEST - length), adapter=adapter))
+        world.run()
 
 
-def traffic(
-    driver: Driver,
-    rng: np.random.Generator,
-    num_steps: int,
-    adapters: SomeAdapters = (None,),
-    max_rows: int = ROWS,
-    max_tokens: int = TOKENS,
+def run_traffic(
+    executor: UniprocExecutor, rng: np.random.Generator, num_rows: int, adapters: SomeAdapters = (None,)
 ) -> None:
-    """Let requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
-    sequences: dict[int, Sequence] = {}
-    for _ in range(num_steps):
-        num_rows = int(rng.choice([1, 2, 3, max_rows // 2, max_rows]))
-        for slot in range(num_rows):
-            old = sequences.get(slot)
-            if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
-                if old is not None:
-                    release(driver, old)
-                choices: list[Pooling | None] = [None, None, None, None, "last", "mean"]
-                pooling = choices[rng.integers(6)]
-                prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
-                sequences[slot] = Sequence(slot, prompt, len(prompt), sampling=any_sampling(rng), pooling=pooling)
-                sequences[slot].adapter = adapters[rng.integers(len(adapters))]
-                driver._announce(sequences[slot])
-        parts: list[tuple[Sequence, Row]] = []
-        room = int(rng.integers(1, max_tokens + 1))
-        for slot in rng.permutation(num_rows).tolist():
-            sequence = sequences[slot]
-            left = min(room, len(sequence.tokens) - sequence.computed)
-            if left:
-                count = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
-                write_from = sequence.computed + count - 1 if rng.random() < 0.2 else 0
-                is_last = sequence.computed + count == len(sequence.tokens) and sequence.pooling is None
-                parts.append((sequence, driver.row(sequence, count, write_from, is_last and rng.random() < 0.1)))
-                room -= count
-        masks = {index: {3, 4, 8} for index, (_, row) in enumerate(parts) if row.masked}
-        driver.step(*parts, masks=masks or None)
+    """Let requests of every kind come at once and end one by one, then come one by one and share small steps, some behind
+    a cached prefix; then run rows with masks."""
+    texts = rng.integers(0, 160, (3, LONGEST)).tolist()
+    for max_tokens, most_steps in ((executor.info.max_num_batched_tokens, 1), (40, 3)):
+        world = Simulation(executor, SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=max_tokens))
+        for number in range(num_rows + 2):
+            prompt = texts[rng.integers(3)][: int(rng.choice([1, 2, 5, 40, 180]))]
+            options: dict[str, Any] = {"sampling": any_sampling(rng), "adapter": adapters[rng.integers(len(adapters))]}
+            if rng.random() < 0.3:
+                options |= {"sampling": GREEDY, "pooling": str(rng.choice(["last", "mean"]))}
+            world.submit(submit(f"r{number}", prompt, int(rng.integers(1, 8)), **options))
+            for _ in range(rng.integers(most_steps)):
+                world.step()
+        world.run()
+    driver = Driver(executor)
+    masked = [driver.admit([1, 2, 3], sampling) for sampling in (GREEDY, GREEDY, any_sampling(rng))]
+    driver.advance(*masked, masks={0: {3, 4, 8}, 2: {3, 4, 8}})
+    driver.advance(*masked, masks={0: {3, 4, 8}})
 
 
 def in_eight_bits(case: str) -> Path:
@@ -186,19 +167,18 @@ FAST = ("qwen3", "qwen3-moe", "deepseek-v3 in eight bits", "qwen3.5")
 @pytest.mark.parametrize("case", hardest(CASES, *FAST))
 def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
-    num_steps = 12
     if case in RECURRENT:  # their twins go from token to token, and nothing of theirs is chosen by a size
-        lengths, num_steps = [1, 2, 17, 65], 8
+        lengths = [1, 2, 17, 65]
     folder, name, options = CASES[case]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder, enforce_eager = Recorder(), case == "qwen3"
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
     options = limits | options | {"enforce_eager": enforce_eager}
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, **options)
+    executor = open_on_kernels(monkeypatch, folder(name), recorder, **options)
     num_graphs, num_variants = len(recorder.graphs), len(variants())
     assert num_variants and (num_graphs == 0) == enforce_eager
-    prompts_of(driver, lengths)
-    traffic(driver, np.random.default_rng(0), num_steps)
+    run_prompts(executor, lengths)
+    run_traffic(executor, np.random.default_rng(0), ROWS)
     assert variants()[num_variants:] == [] and len(recorder.graphs) == num_graphs
 
 
@@ -208,25 +188,19 @@ def test_no_request_with_an_adapter_compiles_anything(
 ) -> None:
     """With adapters other kernels compute the products that are fused without them."""
 
-    def open_on_slots(self: AdapterStore, config: ExecutorConfig, *rest: Any) -> None:
-        open_store(self, config, *rest)
-        sizes = config.max_loras, config.max_lora_rank
-        self._weights = LoraSlots(self._shapes, *sizes, torch.bfloat16, torch.device("cpu"))
-
     def add(*arguments: Any) -> None:
         adapter_products.add_lora(*arguments)
         lora_twin(*arguments)
 
-    open_store = AdapterStore.__init__
-    monkeypatch.setattr(AdapterStore, "__init__", open_on_slots)
+    keep_in_slots(monkeypatch)
     monkeypatch.setattr("penstock.executor.kernels.lora._load_kernel", lambda: add)
     limits = {"dtype": "bfloat16", "max_num_seqs": 6, "max_num_batched_tokens": 64, "max_model_len": LONGEST}
     options = limits | {"enforce_eager": True, "enable_lora": True, "max_loras": 2}
-    driver = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), **options)
+    executor = open_on_kernels(monkeypatch, small_models.folder(case), Recorder(), **options)
     warm = variants()
     path = Adapter(case, tmp_path, 0).path
-    key = driver.executor.load_adapter(str(path)).key
-    prompts_of(driver, (1, 2, 17, 33, 64), key)
-    traffic(driver, np.random.default_rng(0), 6, (key, None), 6, 64)
+    key = executor.load_adapter(str(path)).key
+    run_prompts(executor, (1, 2, 17, 33, 64), key)
+    run_traffic(executor, np.random.default_rng(0), 6, (key, None))
     assert {"_inner", "_outer"} <= {variant.kernel for variant in warm}
     assert variants()[len(warm) :] == []
