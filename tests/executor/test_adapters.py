@@ -14,7 +14,16 @@ from safetensors.torch import load_file
 from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
-from tests.support.checkpoints import REFUSED, edit_weights, executor_of, has_words, prompts, tensor_of
+from tests.support.checkpoints import (
+    REFUSED,
+    config_of,
+    edit_weights,
+    executor_of,
+    has_words,
+    prompts,
+    running,
+    tensor_of,
+)
 from tests.support.driver import Driver
 from tests.support.refusals import hardest, hardest_rows
 
@@ -128,6 +137,7 @@ FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: (path / TENSORS).write_bytes(b"\x10\0\0\0\0\0\0\0{"), "not a whole safetensors file"),
     (lambda path: (path / TENSORS).rename(path / "adapter_model.bin"), "adapter_model.bin is a pickle, which is never"),
     (lambda path: (path / "adapter_config.json").unlink(), "No such file"),
+    (lambda path: Adapter("llama", path, 1, rank=17), "has rank 17; max_lora_rank is 16"),
 ]
 
 
@@ -157,7 +167,25 @@ def test_a_path_that_the_system_refuses_is_refused_by_name(
         loaded.load_adapter(str(path))
 
 
-def test_a_rank_above_the_limit_is_refused(loaded: UniprocExecutor, tmp_path: Path) -> None:
-    path = Adapter("llama", tmp_path, 1, rank=17).path
-    with pytest.raises(AdapterError, match="has rank 17; max_lora_rank is 16"):
-        loaded.load_adapter(str(path))
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("case", hardest(["llama", "glm4", "phi3", "qwen3-moe"], "phi3", "qwen3-moe"))
+def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
+    targets = (*ATTENTION, "down_proj", "gate_up_proj", "up_proj")
+    adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]
+    with running(config_of(case, 2, enable_lora=True)) as executor:
+        check_shared_steps(executor, case, adapters, prompts(3, seed=5), COUNT)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> None:
+    adapters = [Adapter("llama", tmp_path / str(seed), seed) for seed in range(4)]
+    with running(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2)) as executor:
+        keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters[:2]]
+        with pytest.raises(AdapterError, match="max_cpu_loras: 2 adapters are held already"):
+            executor.load_adapter(str(adapters[2].path))
+        driver, prompt = Driver(executor), prompts(1, seed=5)[0]
+        one = driver.admit(prompt, adapter=keys[1])
+        assert driver.generate(one, count=COUNT, chunk=7) == [adapters[1].tokens(prompt, COUNT)]
+        executor.unload_adapter(keys[0])
+        again = driver.admit(prompt, adapter=executor.load_adapter(str(adapters[3].path)).key)
+        assert driver.generate(again, count=COUNT) == [adapters[3].tokens(prompt, COUNT)]

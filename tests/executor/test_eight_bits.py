@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.executor.kernels import FusedExperts
-from penstock.executor.kernels.eight_bits import pad_scales
-from penstock.executor.kernels.linear import Linear, join_blocks, multiply_each
+from penstock.executor.kernels.linear import join_blocks
 from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight, plain_weight
 from penstock.executor.protocol import Step, Transfers
@@ -90,33 +89,10 @@ def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.Monk
     assert after.memory["weights"] < 0.4 * before.memory["weights"]  # float32 there; embedding and head are here, too
 
 
-def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
-    weight, x = random(200, 384, seed=1), random(20, 384, seed=2)
-    values, scales = quantize(weight)
-    weight_in_blocks = Weight(BLOCKS, values, pad_scales(scales))
-    linear = Linear([weight_in_blocks], random(200, seed=3), changed(torch_ops, blocks=eight_bits_twin))
-    exact = torch.nn.functional.linear(x, dequantize(values, scales), random(200, seed=3))
-    step = eight_bits_twin.quantize(x)[1].repeat_interleave(128, 1)
-    rounded = x.abs() / 16 + step * 2**-10  # half a last place: of three bits, and below the least normal number
-    assert ((linear(x) - exact).abs() <= rounded @ dequantize(values, scales).abs().t() + 1e-4).all()
-    two = multiply_each([linear, linear], [3, 17], x)
-    assert torch.allclose(two, linear(x), rtol=1e-4, atol=1e-4)
-
-
 def test_every_byte_is_the_number_that_torch_says() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
     made = Weight(BLOCKS, values, torch.full((1, 1), 3.0)).dequantize(CPU, torch.float32)
     torch.testing.assert_close(made, values.float() * 3, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
-    values, scales = quantize(random(300, 260, seed=4))
-    whole = dequantize(values, scales)
-    for row, rows, column, columns in ((0, 300, 0, 260), (128, 172, 128, 132), (100, 60, 7, 250), (299, 1, 259, 1)):
-        part = Weight(BLOCKS, values, scales).narrow(0, row, rows).narrow(1, column, columns)
-        expected = whole[row : row + rows, column : column + columns]
-        assert torch.equal(part.dequantize(CPU, torch.float32), expected)
-        assert torch.equal(part.dequantize(CPU, torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.parametrize(("cuts", "keeps"), cases(__file__, "parts in eight bits"))

@@ -1,6 +1,5 @@
 """Files of weights: a checkpoint that loads is whole and as expected; the error of any other says what is wrong with it."""
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,16 @@ from penstock.executor.models import load as load_module
 from penstock.executor.models.load import choose_dtype
 from penstock.executor.protocol import ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.checkpoints import WEIGHTS, config_of, copied, edit_config, edit_weights, executor_of, refusal
+from tests.support.checkpoints import (
+    WEIGHTS,
+    config_of,
+    copied,
+    edit_config,
+    edit_weights,
+    executor_of,
+    has_words,
+    refusal,
+)
 from tests.support.driver import Driver
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
@@ -53,14 +61,6 @@ def test_a_truncated_file_and_a_header_bomb_are_refused(model: Path) -> None:
         assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
 
 
-def test_missing_and_pickled_weights_are_refused_with_the_way_out(model: Path) -> None:
-    (model / WEIGHTS).unlink()
-    assert refusal(model) == f"{model}: no weights; {WEIGHTS} or {WEIGHTS}.index.json is expected"
-    (model / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
-    message = refusal(model)
-    assert "pytorch_model.bin" in message and "save_pretrained" in message
-
-
 def test_more_host_memory_than_there_is_is_named(model: Path) -> None:
     message = refusal(model, kv_host_bytes=2**46)
     assert "kv_host_bytes: 70368744177664 given; " in message and "Cannot allocate memory" in message
@@ -79,17 +79,13 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
     assert "EvilLM" in printed(code, flags=["-O"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 100_000, "\xff"])
-def test_a_config_that_is_not_a_json_object_is_refused(model: Path, text: str) -> None:
-    (model / "config.json").write_text(text, encoding="latin-1")
-    assert str(model / "config.json") in refusal(model)
-
-
-@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "weights.bin", 7, "absent.safetensors"])
-def test_an_index_leads_to_no_file_outside_the_folder(model: Path, file: Any) -> None:
+@pytest.mark.parametrize(("file", "content", "words"), table(__file__, "folders", WEIGHTS=WEIGHTS))
+def test_a_folder_with_a_wrong_file_in_place_of_its_weights_is_refused(
+    model: Path, file: str, content: bytes, words: str
+) -> None:
     (model / WEIGHTS).unlink()
-    (model / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    assert str(model) in refusal(model)
+    (model / file).write_bytes(content)
+    assert has_words(message := refusal(model), words.replace("PATH", str(model))), message
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.support.checkpoints import compute_codes_as_a_gpu, copied, edit_confi
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.packed_models import CASES, WEIGHTS, folders, quantize
 from tests.support.paged import random
+from tests.support.refusals import cases
 from tests.support.twins import changed, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
 
@@ -50,21 +51,29 @@ def test_every_weight_has_the_values_that_were_packed(name: str) -> None:
     assert packed >= 13
 
 
-def test_a_part_cut_within_groups_has_the_numbers_of_the_whole() -> None:
-    codes = torch.randint(16, (3, 256), dtype=torch.uint8)
-    scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(1)).half()
-    whole = Weight(Groups(4), codes, scales, torch.full((3, 2), 5, dtype=torch.uint8))
-    numbers = whole.dequantize(CPU, torch.float32)
-    for start, size, group in ((128, 128, 128), (64, 128, 64), (0, 160, 32), (16, 48, 16)):
-        part = whole.narrow(1, start, size)
-        assert group_of(part) == group
-        assert torch.equal(part.dequantize(CPU, torch.float32), numbers[:, start : start + size])
-    shuffled = whole._replace(format=Shuffled(4, torch.arange(256) // 128))
-    for part, start, size in ((whole, 8, 16), (shuffled, 0, 128)):
-        cut = part.narrow(1, start, size)
-        assert cut.is_numbers and torch.equal(cut.codes, numbers[:, start : start + size])
-    channel = whole._replace(scales=scales[:, :1], zeros=None).narrow(1, 7, 30)
-    assert group_of(channel) == 30
+SCALES = torch.rand(300, 2, generator=torch.Generator().manual_seed(1)).half()
+IN_GROUPS = Weight(Groups(4), torch.randint(16, (300, 256), dtype=torch.uint8), SCALES, (3 * SCALES).to(torch.uint8))
+WHOLE = {
+    "groups": IN_GROUPS,
+    "shuffled groups": IN_GROUPS._replace(format=Shuffled(4, torch.arange(256) // 128)),
+    "rows": IN_GROUPS._replace(scales=SCALES[:, :1], zeros=None),
+    "blocks": Weight(BLOCKS, *eight_bits.quantize(random(300, 260, seed=4))),
+    "Q4_K": coded(np.random.default_rng(5), (300, 1024), "Q4_K")[0],
+}
+
+
+@pytest.mark.parametrize(("kind", "start", "size", "group"), cases(__file__, "cuts of columns"))
+def test_a_part_cut_anywhere_has_the_numbers_of_the_whole(kind: str, start: int, size: int, group: int | None) -> None:
+    """It stays codes, of groups of this size, or becomes numbers."""
+    whole = WHOLE[kind]
+    for first, count in ((0, 300), (100, 60), (299, 1)):
+        part = whole.narrow(0, first, count).narrow(1, start, size)
+        is_broken = kind == "blocks" and first % 128 > 0
+        assert part.shape == (count, size) and part.is_numbers == (group is None or is_broken)
+        assert not isinstance(part.format, Groups) or group_of(part) == group
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = whole.dequantize(CPU, torch.float32)[first : first + count, start : start + size].to(dtype)
+            assert torch.equal(part.dequantize(CPU, dtype), expected)
 
 
 @needs_codes

@@ -120,17 +120,10 @@ def driver(cluster: str) -> Iterator[Program]:
     program.end()
 
 
-def test_nodes_with_addresses_of_their_own_give_the_tokens_of_one_process(driver: Program) -> None:
-    said = run(driver)
-    assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
-    driver.send("enough")
-    assert driver.heard() == {"closed": True}
-    assert all_gone(said["pids"])
-
-
-def test_a_cut_cable_ends_the_executor_by_the_name_of_the_rank_beyond_it(driver: Program) -> None:
-    """Last in the file: the cable stays cut."""
-    said = run(driver)
+def test_nodes_with_addresses_of_their_own_answer_until_the_cable_is_cut(driver: Program) -> None:
+    """The tokens are those of one process, and the error names the rank beyond the cable."""
+    report = run(driver)
+    assert report["tokens"] == greedy("llama", PROMPT, COUNT)[0]
     ip("-n", SECOND, "link", "set", "cable", "down")
-    assert said["names"][1] in driver.heard()["error"]
-    assert all_gone(said["pids"], 60.0)
+    assert report["names"][1] in driver.heard()["error"]
+    assert all_gone(report["pids"], 60.0)

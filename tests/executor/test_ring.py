@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -64,21 +65,6 @@ def forked(job: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, Cal
     assert ended(child) == -signal.SIGKILL
     os.close(read_end)
     os.close(write_end)
-
-
-def in_thread(job: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
-    """Start a job; the list holds the exception that it raised, once the thread has been joined."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            job()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, raised
 
 
 def in_sleep(queue: MessageQueue, bell: int) -> None:
@@ -229,23 +215,19 @@ def test_closing_an_end_that_waits_ends_its_wait(side: str) -> None:
         end = writer if side == "writer" else reader
         if end is writer:
             writer.send((b"0",))
-        thread, raised = in_thread(lambda: writer.send((b"1",)) if end is writer else received(reader, None))
-        in_sleep(writer, 1 if end is writer else 0)
-        end.close()
-        thread.join(PATIENCE_S)
-        assert [type(error) for error in raised] == [RingClosed]
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(lambda: writer.send((b"1",)) if end is writer else received(reader, None))
+            in_sleep(writer, 1 if end is writer else 0)
+            end.close()
+            assert isinstance(waiting.exception(PATIENCE_S), RingClosed)
 
 
 def test_two_threads_on_one_end_share_its_messages() -> None:
-    with ring(slots=4) as (writer, reader):
-        numbers: list[int] = []
-        threads = [in_thread(lambda: numbers.extend(int(received(reader)[0]) for _ in range(200))) for _ in range(2)]
+    with ring(slots=4) as (writer, reader), ThreadPoolExecutor() as pool:
+        halves = [pool.submit(lambda: [int(received(reader)[0]) for _ in range(200)]) for _ in range(2)]
         for number in range(400):
             writer.send((b"%d" % number,), PATIENCE_S)
-        for thread, raised in threads:
-            thread.join()
-            assert not raised
-        assert sorted(numbers) == list(range(400))
+        assert sorted(number for half in halves for number in half.result()) == list(range(400))
 
 
 def test_a_reader_gets_what_was_sent_before_the_writer_closed() -> None:
@@ -341,18 +323,3 @@ def test_a_killed_reader_is_named_with_what_it_did() -> None:
             while True:
                 writer.send((b"2",))
                 received(first)
-
-
-def _write_and_stall(write_end: int) -> None:
-    writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT)
-    writer.send((b"last words",))
-    os.write(write_end, pickle.dumps(writer.handle()))
-    signal.pause()
-
-
-def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
-    with forked(_write_and_stall) as (child, sent), MessageQueue.attach(pickle.loads(sent()), 0) as reader:
-        os.kill(child, signal.SIGKILL)
-        assert received(reader) == [b"last words"]
-        with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):
-            received(reader)
