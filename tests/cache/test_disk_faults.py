@@ -55,20 +55,14 @@ def run_through(path: Path, calls: FaultyCalls) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=names)
-def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(tmp_path: Path, fault: Fault) -> None:
-    fail_every(5 if fault.error == errno.EIO else 11, tmp_path, fault)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fails_each", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
-def test_every_single_call_may_fail_with_every_error(tmp_path: Path, fault: Fault) -> None:
-    fail_every(1, tmp_path, fault)
-
-
-def fail_every(stride: int, tmp_path: Path, fault: Fault) -> None:
-    """One run for each `stride`-th call, which fails, until a run has no call of that number."""
+def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(
+    tmp_path: Path, fault: Fault, fails_each: bool
+) -> None:
+    """In each run another call fails, until a run has no call of that number."""
+    stride = 1 if fails_each else 5 if fault.error == errno.EIO else 11
     number = 0
     while True:
         calls = FaultyCalls(fault._replace(at=number))

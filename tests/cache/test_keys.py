@@ -4,9 +4,6 @@ import gc
 import hashlib
 import random
 import struct
-import sys
-import threading
-import time
 from array import array
 from typing import Any
 
@@ -119,31 +116,3 @@ def test_the_garbage_collector_tracks_nothing_per_block() -> None:
     assert len(gc.get_objects()) - before < 10  # the list itself and a few of the test's own
     assert len(keys) == 2437 and not any(gc.is_tracked(key) for key in keys)
     assert all(type(key) is bytes and len(key) == 32 for key in keys)
-
-
-def test_another_thread_runs_while_a_prompt_is_hashed() -> None:
-    tokens, out = bytes(64 * 500_000), ffi.new("uint8_t[]", 32 * 500_000)
-    ticks: list[None] = []
-    seen: list[int] = []
-
-    def hash_until_another_runs() -> None:
-        """Where it may run, it does so in the first fifth of a second, or a little later on a busy machine."""
-        seen.append(len(ticks))
-        for _ in range(100):
-            lib.penstock_block_keys(bytes(32), tokens, 500_000, 16, 1, out)
-            if len(ticks) > seen[0]:
-                break
-        seen.append(len(ticks))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # no thread is made to give up the GIL: what runs meanwhile was let in by the call
-    try:
-        thread = threading.Thread(target=hash_until_another_runs)
-        thread.start()
-        while thread.is_alive():
-            ticks.append(None)
-            time.sleep(0.001)
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen[1] > seen[0]

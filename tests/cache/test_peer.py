@@ -17,9 +17,9 @@ from tests.support.peer_rig import (
     QUICK,
     SECRET,
     Answer,
-    FakeSource,
     LyingPeer,
     Send,
+    Source,
     content,
     ended,
     key,
@@ -34,28 +34,31 @@ from tests.support.refusals import table
 KEYS = [key(number) for number in range(40)]
 
 
-def source(memory: range = range(30), disk: range = range(30, 40)) -> FakeSource:
-    return FakeSource({KEYS[n]: content(n) for n in memory}, {KEYS[n]: content(n) for n in disk})
-
-
 def hear_all(peer: PeerTier) -> None:
     until(lambda: len(peer) == len(KEYS), "the peer says what it has")
 
 
-def fail_twice(peer: PeerTier) -> None:
-    until(lambda: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
+def load(peer: PeerTier, *block_numbers: int) -> list[bool]:
+    """Load those of these blocks that the peer has announced, and return which loads ended well. A buffer has the right
+    content then; otherwise nothing has touched it."""
+    buffers = {number: bytearray(b"\xaa" * CHUNK) for number in block_numbers}
+    tickets = {number: peer.start_load(KEYS[number], buffer) for number, buffer in buffers.items()}
+    started = {ticket: number for number, ticket in tickets.items() if ticket is not None}
+    ends = ended(peer, len(started))
+    assert ends.keys() == started.keys()
+    for ticket, ok in ends.items():
+        number = started[ticket]
+        assert buffers[number] == (content(number) if ok else b"\xaa" * CHUNK)
+    return list(ends.values())
 
 
 def test_blocks_come_by_key_from_memory_and_disk() -> None:
-    with serving(source()) as server, tier(server.endpoint) as peer:
+    with serving(Source()) as server, tier(server.endpoint) as peer:
         hear_all(peer)
         assert peer.contains(KEYS[0]) and not peer.contains(key(99))
         assert sorted(peer.changes()[0]) == sorted(KEYS) and peer.changes() == ([], [])
-        buffers = [bytearray(CHUNK) for _ in KEYS]
-        tickets = [peer.start_load(each, buffer) for each, buffer in zip(KEYS, buffers, strict=True)]
+        assert load(peer, *range(40)) == [True] * 40
         assert peer.start_load(key(99), bytearray(CHUNK)) is None
-        assert ended(peer, 40) == dict.fromkeys(tickets, True)
-        assert buffers == [content(n) for n in range(40)]
         stats = peer.stats()
         assert (stats["hits"], stats["loaded_bytes"], stats["failures"]) == (40, 40 * CHUNK, {})
         assert server.stats()["blocks"] == 40
@@ -63,57 +66,43 @@ def test_blocks_come_by_key_from_memory_and_disk() -> None:
 
 
 def test_what_comes_and_goes_at_the_peer_is_heard() -> None:
-    ours = source()
+    ours = Source()
     with serving(ours) as server, tier(server.endpoint) as peer:
         hear_all(peer)
         peer.changes()
-        ours.add(server, key(77), content(77))
-        ours.remove(server, KEYS[3])
+        ours.add(77)
+        ours.remove(3)
+        server.call()
         until(lambda: peer.contains(key(77)) and not peer.contains(KEYS[3]), "the changes")
         assert peer.changes() == ([key(77)], [KEYS[3]])
-        ours.remove(server, key(77))
+        ours.remove(77)
+        server.call()
         until(lambda: not peer.contains(key(77)), "it goes again")
-        ours.add(server, key(77), content(77))
+        ours.add(77)
+        server.call()
         until(lambda: peer.contains(key(77)), "and comes back")
         assert peer.changes() == ([], []), "what went and came back has not changed"
 
 
-def test_a_key_that_is_gone_when_it_is_asked_for_is_a_miss() -> None:
-    ours = source()
-    with serving(ours) as server, tier(server.endpoint) as peer:
+def test_bytes_cross_with_the_right_secret_and_are_the_same() -> None:
+    with serving(Source(), secret=SECRET) as server, tier(server.endpoint, secret=SECRET) as peer:
         hear_all(peer)
-        peer.changes()
-        del ours.memory[KEYS[0]]  # and no peer has heard of it
-        ticket = peer.start_load(KEYS[0], bytearray(CHUNK))
-        assert ended(peer, 1) == {ticket: False}
-        assert peer.changes() == ([], [KEYS[0]]) and peer.stats()["failures"] == {"gone": 1}
+        assert load(peer, 7) == [True]
 
 
-def test_bytes_cross_only_with_the_right_secret_and_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(source(), secret=SECRET) as server:
-        with tier(server.endpoint, secret=SECRET) as peer:
-            hear_all(peer)
-            buffer = bytearray(CHUNK)
-            ticket = peer.start_load(KEYS[7], buffer)
-            assert ended(peer, 1) == {ticket: True} and buffer == content(7)
-        for wrong in ("", SECRET + "!"):
-            caplog.clear()
-            with tier(server.endpoint, secret=wrong) as peer:
-                fail_twice(peer)
-                assert len(peer) == 0 and not peer.stats()["is_open"]
-                until(lambda: bool(caplog.messages), "it is said")
-                assert caplog.messages == [f"peer {server.endpoint}: handshakes fail; both ends need the same secret"]
-        assert server.stats()["blocks"] == 1 and server.stats()["clients"] == 1
-
-
-def test_a_peer_without_the_secret_is_not_believed() -> None:
-    with serving(source()) as server, tier(server.endpoint, secret=SECRET) as peer:
-        fail_twice(peer)
-        assert len(peer) == 0
+@pytest.mark.parametrize(("server_secret", "secret"), [(SECRET, ""), (SECRET, SECRET + "!"), ("", SECRET)])
+def test_with_another_secret_neither_end_believes_the_other(
+    server_secret: str, secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Source(), secret=server_secret) as server, tier(server.endpoint, secret=secret) as peer:
+        until(lambda: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
+        until(lambda: bool(caplog.messages), "it is said")
+        assert caplog.messages == [f"peer {server.endpoint}: handshakes fail; both ends need the same secret"]
+        assert len(peer) == server.stats()["clients"] == 0 and not peer.stats()["is_open"]
 
 
 def test_a_peer_whose_bytes_mean_something_else_is_refused() -> None:
-    with serving(source()) as server, tier(server.endpoint, fingerprint=b"x" * 32) as peer:
+    with serving(Source()) as server, tier(server.endpoint, fingerprint=b"x" * 32) as peer:
         until(lambda: peer.stats()["refused"] >= 2, "it is refused, and refused again")
         assert len(peer) == 0 and not peer.stats()["is_open"] and server.stats()["clients"] == 0
         assert peer.start_load(KEYS[0], bytearray(CHUNK)) is None
@@ -139,10 +128,7 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: st
     with LyingPeer(KEYS, answer) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
         peer.changes()
-        buffer = bytearray(b"\xaa" * CHUNK)
-        ticket = peer.start_load(KEYS[5], buffer)
-        assert ended(peer, 1) == {ticket: False}
-        assert buffer == b"\xaa" * CHUNK, "only what was checked is copied"
+        assert load(peer, 5) == [False]
         assert peer.changes() == ([], [KEYS[5]]) and peer.stats()["failures"] == {reason: 1}
         assert peer.stats()["corrupt_reads"] == (reason != "gone")
 
@@ -150,9 +136,7 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: st
 def test_a_peer_with_three_wrong_answers_is_bypassed_and_greeted_later() -> None:
     with LyingPeer(KEYS, wrongly(flip=1)) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
-        for number in range(3):
-            peer.start_load(KEYS[number], bytearray(CHUNK))
-        assert not any(ended(peer, 3).values())
+        assert load(peer, 0, 1, 2) == [False] * 3
         until(lambda: peer.stats()["bypasses"] == 1, "it is bypassed")
         until(lambda: liar.num_greetings == 2 and len(peer) == 40, "it is greeted again, and believed")
 
@@ -165,9 +149,7 @@ def test_noise_from_a_peer_does_no_harm() -> None:
 
     with LyingPeer(KEYS, noise) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
-        buffer = bytearray(CHUNK)
-        ticket = peer.start_load(KEYS[5], buffer)
-        assert ended(peer, 1) == {ticket: True} and buffer == content(5)
+        assert load(peer, 5) == [True]
 
 
 def test_a_stalled_peer_writes_no_buffer_after_the_deadline() -> None:
@@ -189,8 +171,7 @@ def test_a_stalled_peer_writes_no_buffer_after_the_deadline() -> None:
         assert peer.stats()["failures"] == {"late": 5}
         assert len(kept) == 2, "no more is asked for than the window allows"
         liar.answer, peer._limits = answer_all, QUICK
-        ticket = peer.start_load(KEYS[9], bytearray(CHUNK))
-        assert ended(peer, 1) == {ticket: True}
+        assert load(peer, 9) == [True]
         assert peer.stats()["late_reads"] == 2 and buffer == b"\xaa" * CHUNK
 
 
@@ -199,41 +180,29 @@ def test_a_silent_peer_is_bypassed_and_comes_back() -> None:
     with LyingPeer(KEYS, lambda *each: None) as liar, tier(liar.endpoint, limits=limits) as peer:
         hear_all(peer)
         liar.greets = False
-        tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS[:3]]
-        assert ended(peer, 3) == dict.fromkeys(tickets, False)
+        assert load(peer, 0, 1, 2) == [False] * 3
         assert len(peer) == 0 and peer.stats()["failures"] == {"stalled": 3}
         until(lambda: liar.num_greetings >= 3, "it is asked again and again")
         liar.greets, liar.answer = True, right
         until(lambda: len(peer) == 40, "it is back")
         peer._limits = QUICK
-        ticket = peer.start_load(KEYS[3], bytearray(CHUNK))
-        assert ended(peer, 1) == {ticket: True}
+        assert load(peer, 3) == [True]
 
 
 def test_a_peer_that_dies_while_it_is_probed_comes_back() -> None:
     limits = QUICK._replace(health=QUICK.health._replace(stall_s=3600.0))
-    liar = LyingPeer(KEYS, wrongly(flip=1))
-    with tier(liar.endpoint, limits=limits) as peer:
-        try:
-            hear_all(peer)
-            liar.greets = False
-            for number in range(3):
-                peer.start_load(KEYS[number], bytearray(CHUNK))
-            assert not any(ended(peer, 3).values())
-            until(lambda: liar.num_greetings == 2, "it is probed")
-        finally:
-            liar.close()
-        with serving(source(range(2), range(0)), liar.endpoint):
+    with LyingPeer(KEYS, wrongly(flip=1)) as liar, tier(liar.endpoint, limits=limits) as peer:
+        hear_all(peer)
+        liar.greets = False
+        assert load(peer, 0, 1, 2) == [False] * 3
+        until(lambda: liar.num_greetings == 2, "it is probed")
+        liar.close()
+        with serving(Source(range(2), range(0)), liar.endpoint):
             until(lambda: len(peer) == 2, "another one at the same address is found by itself")
 
 
-def test_pauses_double_while_a_peer_refuses() -> None:
+def test_busy_and_late_answers_do_not_put_off_a_greeting() -> None:
     with tier("tcp://127.0.0.1:1") as peer, peer._lock:  # the tier's own thread waits for it
-        pauses_s = []
-        for _ in range(4):
-            peer._bypass("refused")
-            pauses_s.append(peer._health._pause_s)
-        assert pauses_s == [0.05, 0.1, 0.2, 0.2]
         peer._greet_at_s = 0.0  # due on every machine, however long ago it booted
         for ticket in (1, 2):
             peer._sent[ticket] = Load(ticket, KEYS[ticket], memoryview(b""), 0.0)
@@ -243,27 +212,24 @@ def test_pauses_double_while_a_peer_refuses() -> None:
 
 
 def test_a_peer_that_dies_fails_all_its_reads_and_loses_its_keys() -> None:
-    liar = LyingPeer(KEYS, lambda *each: None)
-    with tier(liar.endpoint) as peer:
-        try:
-            hear_all(peer)
-            peer.changes()
-            tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
-            until(lambda: len(liar.requests) > 0, "it is asked")
-        finally:
-            liar.close()
+    with LyingPeer(KEYS, lambda *each: None) as liar, tier(liar.endpoint) as peer:
+        hear_all(peer)
+        peer.changes()
+        tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
+        until(lambda: len(liar.requests) > 0, "it is asked")
+        liar.close()
         assert ended(peer, 40) == dict.fromkeys(tickets, False)
         until(lambda: len(peer) == 0, "its keys are dropped")
         assert sorted(peer.changes()[1]) == sorted(KEYS)
         assert peer.stats()["failures"] == {"disconnected": 40} and peer.stats()["lost_connections"] == 1
-        with serving(source(range(2), range(0)), liar.endpoint) as server:
+        with serving(Source(range(2), range(0)), liar.endpoint) as server:
             until(lambda: len(peer) == 2, "another one at the same address is found by itself")
             assert server.stats()["clients"] == 1
 
 
 def test_reads_beyond_the_budget_of_bytes_are_refused_and_offered_again() -> None:
-    ours = source(range(0), range(40))
-    ours.does_disk_hang = True
+    ours = Source(range(0), range(40))
+    ours.disk.is_stalled = True
     with serving(ours, serve_bytes=2 * CHUNK) as server, tier(server.endpoint) as peer:
         hear_all(peer)
         for each in KEYS[:5]:
@@ -284,7 +250,7 @@ def test_every_load_ends_once_also_at_the_end() -> None:
 
 
 def test_a_peer_may_announce_no_more_keys_than_the_limit() -> None:
-    with serving(source()) as server, tier(server.endpoint, max_keys=10) as peer:
+    with serving(Source()) as server, tier(server.endpoint, max_keys=10) as peer:
         until(lambda: peer.stats()["ignored_keys"] == 30, "the rest is not heard")
         assert len(peer) == 10
         peer.check()
@@ -292,33 +258,23 @@ def test_a_peer_may_announce_no_more_keys_than_the_limit() -> None:
 
 def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None:
     rng = random.Random(3)
-    ours = source(range(30), range(30, 40))
+    ours, in_memory = Source(), set(range(30))
     with serving(ours, serve_bytes=16 * CHUNK, secret=SECRET) as server:
         peers = [opened(server.endpoint, secret=SECRET) for _ in range(3)]
-        counts = {True: 0, False: 0}
+        num_loaded = 0
         for peer in peers:
             hear_all(peer)
         for _ in range(40):
             number = rng.randrange(30)
-            if KEYS[number] in ours.memory:
-                ours.remove(server, KEYS[number])
-            else:
-                ours.add(server, KEYS[number], content(number))
+            (ours.remove if number in in_memory else ours.add)(number)
+            in_memory ^= {number}
+            server.call()
             for peer in peers:
-                loads = {}
-                for wanted in rng.sample(range(40), 6):
-                    buffer = bytearray(CHUNK)
-                    ticket = peer.start_load(KEYS[wanted], buffer)
-                    if ticket is not None:
-                        loads[ticket] = wanted, buffer
-                for ticket, ok in ended(peer, len(loads)).items():
-                    wanted, buffer = loads[ticket]
-                    counts[ok] += 1
-                    assert buffer == (content(wanted) if ok else bytes(CHUNK))
+                num_loaded += sum(load(peer, *rng.sample(range(40), 6)))
         for peer in peers:
             peer.check()
             peer.close()
-        assert counts[True] > 50  # fewer the more are lost to the budget
+        assert num_loaded > 50  # fewer the more are lost to the budget
 
 
 @pytest.mark.parametrize(("text", "message"), table(__file__, "peer addresses"))
@@ -353,7 +309,7 @@ def test_a_secret_comes_from_a_file_or_the_environment_and_must_be_one(tmp_path:
 def test_engines_that_came_and_went_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is announced meanwhile, which would show who has left."""
     monkeypatch.setattr(peer_server, "MAX_CLIENTS", 3)
-    with serving(source()) as server:
+    with serving(Source()) as server:
         for _ in range(5):
             with tier(server.endpoint) as peer:
                 hear_all(peer)

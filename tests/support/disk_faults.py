@@ -9,7 +9,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.cache.tiers.disk.calls import SystemCalls
@@ -43,34 +44,22 @@ class FaultyCalls(SystemCalls):
         self._lock = threading.Lock()
 
     def __getattribute__(self, name: str) -> Any:
-        """Return a system call that a fault only delays or fails."""
-        found = super().__getattribute__(name)
-        if name not in POINTS or name in vars(FaultyCalls):
-            return found
+        """Return a system call that meets the faults first."""
+        method = super().__getattribute__(name)
+        return partial(self._call, name, method) if name in POINTS else method
 
-        def call(*arguments: Any) -> Any:
-            self._meet(name)
-            return found(*arguments)
-
-        return call
-
-    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
-        fault = self._meet("writev")
-        if fault is not None and fault.short:
-            return super().writev(file, parts[:1], offset) if len(parts) > 1 else 0
-        return super().writev(file, parts, offset)
-
-    def readv(self, file: int, parts: Sequence[Any], offset: int) -> int:
-        fault = self._meet("readv")
-        if fault is not None and fault.short:
-            return super().readv(file, parts[:1], offset) if len(parts) > 1 else 0
-        count = super().readv(file, parts, offset)
-        if fault is not None and fault.flip and count:
-            part = memoryview(parts[-1]).cast("B")
+    def _call(self, point: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        fault = self._meet(point)
+        if fault is not None and fault.short:  # the first of several parts is moved, or nothing
+            file, parts, offset = arguments
+            return method(file, parts[:1], offset) if len(parts) > 1 else 0
+        result = method(*arguments)
+        if fault is not None and fault.flip and result:
+            part = memoryview(arguments[1][-1]).cast("B")
             with self._lock:
                 at = self._random.randrange(8 * len(part))
             part[at // 8] ^= 1 << at % 8
-        return count
+        return result
 
     def _meet(self, point: str) -> Fault | None:
         """Return the fault that strikes this call, if any; raise its error."""

@@ -1,7 +1,7 @@
 """A small disk tier to be unkind to, with payloads that say whether a byte is wrong."""
 
 import hashlib
-import subprocess
+import random
 import sys
 import time
 from pathlib import Path
@@ -13,7 +13,6 @@ from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
 from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.memory import huge_buffer
 
-ROOT = Path(__file__).parents[2]
 CHUNK = 8000  # neither whole pages nor less than one
 
 
@@ -30,11 +29,6 @@ def capacity_for(cells: int, chunk: int = CHUNK) -> int:
     while cells_within(capacity, chunk) < cells:
         capacity += chunk
     return capacity
-
-
-def start_python(code: str, *arguments: object, **more: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, **more)
 
 
 # A busy machine is not taken for a disk that hangs, which makes misses of hits.
@@ -105,3 +99,15 @@ class Rig:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def main() -> int:
+    """Store and load records below the folder sys.argv[1] until the process is killed; print the name of each stored one."""
+    draw = random.Random(sys.argv[2])
+    with Rig(Path(sys.argv[1]), chunk=600, cells=48) as rig:
+        print("open", flush=True)
+        while True:
+            name = draw.randrange(200)
+            if rig.store(name):
+                print(name, flush=True)
+            rig.load(draw.randrange(200))

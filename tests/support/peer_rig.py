@@ -5,20 +5,23 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
+from penstock.cache.tiers.names import DISK
 from penstock.cache.tiers.peer.server import PeerServer
-from penstock.cache.tiers.peer.store import MAX_KEYS, LinkLimits, PeerTier
+from penstock.cache.tiers.peer.store import LinkLimits, PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, checksum_seed
+from penstock.executor.tiers.served import ServedBlocks
+from tests.support.flaky_store import FlakyStore
 
 CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
 FINGERPRINT = b"f" * 32
@@ -36,83 +39,47 @@ def content(number: int) -> bytes:
     return bytes([number % 251]) * CHUNK
 
 
-@dataclass
-class FakeSource:
-    memory: dict[bytes, bytes] = field(default_factory=dict)
-    disk: dict[bytes, bytes] = field(default_factory=dict)
-    does_disk_hang: bool = False
+class Source(ServedBlocks):
+    """The blocks of a rank: these numbers in its host blocks, those in a store that stands for its disk."""
 
-    def __post_init__(self) -> None:
-        self._changed: dict[bytes, bool] = {}
-        self._loads: list[tuple[int, bool]] = []
-        self._num_loads = 0
+    def __init__(self, memory: Iterable[int] = range(30), disk: Iterable[int] = range(30, 40)) -> None:
+        self.disk = FlakyStore(data={key(number): content(number) for number in disk})
+        stores: dict[str, Any] = {DISK: self.disk}
+        super().__init__(np.zeros((100, CHUNK), np.uint8), stores, threading.Lock(), self._poll_disk)
+        self.note_disk(self.disk.data, ())
+        for number in memory:
+            self.add(number)
 
-    def keys(self) -> list[bytes]:
-        return [*self.memory, *self.disk]
+    def add(self, number: int) -> None:
+        with self._lock:
+            pending = self.overwrite(number + 1, key(number))  # there is no host block 0
+            self._arena[number + 1] = number % 251
+            self.fill(pending)
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        changed, self._changed = self._changed, {}
-        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
+    def remove(self, number: int) -> None:
+        with self._lock:
+            self.overwrite(number + 1, b"the key of what is never written")
 
-    def copy(self, key: bytes, out: memoryview) -> bool:
-        if key not in self.memory:
-            return False
-        out[:] = self.memory[key]
-        return True
-
-    def start_load(self, key: bytes, out: memoryview) -> int | None:
-        if key not in self.disk:
-            return None
-        self._num_loads += 1
-        if not self.does_disk_hang:
-            out[:] = self.disk[key]
-            self._loads.append((self._num_loads, True))
-        return self._num_loads
-
-    def take_loads(self) -> list[tuple[int, bool]]:
-        loads, self._loads = self._loads, []
-        return loads
-
-    def add(self, server: PeerServer, key: bytes, data: bytes) -> None:
-        self.memory[key] = data
-        self._changed[key] = True
-        server.call()
-
-    def remove(self, server: PeerServer, key: bytes) -> None:
-        del self.memory[key]
-        self._changed[key] = False
-        server.call()
+    def _poll_disk(self) -> None:
+        for result in self.disk.poll():
+            self.end_load(result.ticket, result.ok)
 
 
 @contextlib.contextmanager
-def serving(
-    source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", *, secret: str = "", serve_bytes: int = 64 * CHUNK
-) -> Iterator[PeerServer]:
-    server = PeerServer(
-        endpoint, source, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, secret=secret, serve_bytes=serve_bytes
-    )
-    server.start()
-    try:
+def serving(source: Source, endpoint: str = "tcp://127.0.0.1:*", **options: Any) -> Iterator[PeerServer]:
+    defaults: dict[str, Any] = {"chunk_bytes": CHUNK, "fingerprint": FINGERPRINT, "serve_bytes": 64 * CHUNK}
+    with contextlib.closing(PeerServer(endpoint, source, **{**defaults, **options})) as server:
+        server.start()
         yield server
-    finally:
-        server.close()
 
 
-def tier(endpoint: str, **more: Any) -> contextlib.closing[PeerTier]:
-    return contextlib.closing(opened(endpoint, **more))
+def tier(endpoint: str, **options: Any) -> contextlib.closing[PeerTier]:
+    return contextlib.closing(opened(endpoint, **options))
 
 
-def opened(
-    endpoint: str,
-    *,
-    fingerprint: bytes = FINGERPRINT,
-    secret: str = "",
-    limits: LinkLimits = QUICK,
-    max_keys: int = MAX_KEYS,
-) -> PeerTier:
-    return PeerTier(
-        endpoint, chunk_bytes=CHUNK, fingerprint=fingerprint, secret=secret, limits=limits, max_keys=max_keys
-    )
+def opened(endpoint: str, **options: Any) -> PeerTier:
+    defaults: dict[str, Any] = {"chunk_bytes": CHUNK, "fingerprint": FINGERPRINT, "limits": QUICK}
+    return PeerTier(endpoint, **{**defaults, **options})
 
 
 def until(is_so: Callable[[], bool], condition: str) -> None:
