@@ -9,16 +9,15 @@ import pytest
 from penstock.eplb import LoadTracker, Plan, balance, choose, plan, reweight
 from penstock.eplb.load import MAX_SLOTS
 from penstock.eplb.maps import WHOLE
-from tests.support.loads import SHAPES, drifted, skewed
+from tests.support.loads import SHAPES, Shape, drifted, skewed
 from tests.support.refusals import table
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_tables_are_those_of_a_loop_over_slots(shape: tuple[int, int, int, int]) -> None:
-    layers, experts, slots, ranks = shape
-    made = plan(skewed("zipf", layers, experts), slots, ranks)
-    for layer in range(layers):
-        of: list[list[int]] = [[] for _ in range(experts)]
+def test_the_tables_are_those_of_a_loop_over_slots(shape: Shape) -> None:
+    made = shape.plan()
+    for layer in range(shape.layers):
+        of: list[list[int]] = [[] for _ in range(shape.experts)]
         for slot, expert in enumerate(made.phy2log[layer]):
             of[expert].append(slot)
         for expert, mine in enumerate(of):
@@ -60,10 +59,8 @@ def test_a_placement_that_is_no_plan_is_refused(arguments: dict[str, Any], words
 
 @pytest.mark.parametrize("kind", ["zipf", "logn1"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reweighting_moves_nothing_and_lowers_no_layers_balance(shape: tuple[int, int, int, int], kind: str) -> None:
-    layers, experts, slots, ranks = shape
-    load = skewed(kind, layers, experts)
-    made, later = plan(load, slots, ranks), drifted(load, 0.3)
+def test_reweighting_moves_nothing_and_lowers_no_layers_balance(shape: Shape, kind: str) -> None:
+    made, later = shape.plan(kind), drifted(shape.load(kind), 0.3)
     fitted = reweight(later, made)
     fitted.check()
     assert (fitted.phy2log == made.phy2log).all()

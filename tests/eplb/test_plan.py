@@ -1,29 +1,32 @@
-"""Plans from scratch: against the published algorithm, brute force, and the properties that every plan has."""
+"""Plans from scratch: against the published algorithm, brute force, and the properties that every plan has. Changes of a
+plan in use: as little as will do, never for the worse, never more than allowed."""
 
 import hashlib
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks.eplb_workloads import plan_by_definition, replicate
+from numpy.typing import NDArray
 
-from penstock.eplb import balance, bound, plan
-from penstock.eplb.maps import Plan, max_copies
+from penstock.eplb import Plan, balance, bound, plan, replan
+from penstock.eplb.maps import max_copies
 from penstock.eplb.planner import copies
-from tests.support.loads import SHAPES, awkward, num_repeats, skewed
+from penstock.eplb.replanner import overlay
+from tests.support.loads import SHAPES, Shape, awkward, drifted, num_repeats, skewed
 from tests.support.programs import printed
 from tests.support.refusals import table
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["zipf", "logn1", "logn0.5"]
+DEPLOYMENTS = [Shape(26, 64, 72, 8), Shape(6, 64, 64, 8), Shape(8, 256, 288, 32), Shape(8, 256, 320, 64)]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 8, 8, 2)], ids=str)
-def test_a_plan_is_whole_spreads_copies_over_ranks_and_stays_below_the_bound(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 8, 8, 2)], ids=str)
+def test_a_plan_is_whole_spreads_copies_over_ranks_and_stays_below_the_bound(shape: Shape) -> None:
     layers, experts, slots, ranks = shape
-    for name, load in ({kind: skewed(kind, layers, experts) for kind in KINDS} | awkward(layers, experts)).items():
+    for name, load in ({kind: shape.load(kind) for kind in KINDS} | awkward(layers, experts)).items():
         made = plan(load, slots, ranks)
         made.check()
         assert made.phy2log.shape == (layers, slots)
@@ -36,20 +39,17 @@ def test_a_plan_is_whole_spreads_copies_over_ranks_and_stays_below_the_bound(sha
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
-def test_a_plan_is_at_least_as_even_as_the_published_algorithm(
-    shape: tuple[int, int, int, int], kind: str, seed: int
-) -> None:
-    layers, experts, slots, ranks = shape
-    load = skewed(kind, layers, experts, seed)
-    published = Plan.of(plan_by_definition(load, slots, ranks), experts, ranks)
-    assert balance(load, plan(load, slots, ranks)).mean() >= balance(load, published).mean() - 1e-6
+def test_a_plan_is_at_least_as_even_as_the_published_algorithm(shape: Shape, kind: str, seed: int) -> None:
+    load = shape.load(kind, seed)
+    published = Plan.of(plan_by_definition(load, shape.slots, shape.ranks), shape.experts, shape.ranks)
+    assert balance(load, shape.plan(kind, seed)).mean() >= balance(load, published).mean() - 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shares_equal_those_of_assigning_spare_slots_one_by_one(shape: tuple[int, int, int, int], kind: str) -> None:
+def test_shares_equal_those_of_assigning_spare_slots_one_by_one(shape: Shape, kind: str) -> None:
     layers, experts, slots, ranks = shape
-    load = skewed(kind, layers, experts) + 1.0
+    load = shape.load(kind) + 1.0
     limit = max_copies(experts, slots, ranks)
     ids, shares = copies(load.astype(np.float32), slots, limit)
     for row in range(layers):
@@ -114,3 +114,104 @@ def test_plans_are_a_function_of_their_input() -> None:
     assert first.digest() == second.digest() == plan(load.tolist(), 72, 8).digest()
     assert len(first.digest()) == hashlib.sha256().digest_size
     assert plan(load, 80, 8).digest() != first.digest()
+
+
+def moves(old: Plan, new: Plan) -> int:
+    return int((old.phy2log != new.phy2log).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("shape", DEPLOYMENTS, ids=str)
+def test_sampling_noise_alone_moves_nothing(shape: Shape, kind: str) -> None:
+    load = skewed(kind, shape.layers, shape.experts, tokens=8 << 20)
+    old = plan(load, shape.slots, shape.ranks)
+    again = np.random.default_rng(5).poisson(load)
+    assert moves(old, replan(again, old)) == 0
+
+
+def later_loads(shape: Shape) -> Iterator[tuple[str, str, NDArray[Any]]]:
+    """Yield kinds of a load, what becomes of it, and the later load."""
+    if shape in DEPLOYMENTS:
+        for kind, sigma in (("zipf", 0.1), ("logn1", 0.3)):
+            yield kind, f"drifts by {sigma}", drifted(shape.load(kind), sigma)
+    for kind in KINDS[:2]:
+        yield kind, "another", shape.load(kind, seed=9)
+    for name, load in awkward(shape.layers, shape.experts).items() if shape == DEPLOYMENTS[0] else ():
+        yield "zipf", name, load
+
+
+@pytest.mark.parametrize("shape", dict.fromkeys((*DEPLOYMENTS[:3], *SHAPES)), ids=str)
+@pytest.mark.parametrize("target", [0.96, 1.0])
+def test_a_new_plan_is_whole_and_no_layer_is_less_even(shape: Shape, target: float) -> None:
+    for kind, name, later in later_loads(shape):
+        old = shape.plan(kind)
+        new = replan(later, old, target=target)
+        new.check()
+        assert num_repeats(new) == 0 or shape.slots > shape.experts * shape.ranks, name
+        assert (balance(later, new) >= balance(later, old)).all(), name
+
+
+@pytest.mark.parametrize(("drift", "most"), [(0.1, 0.08), (0.3, 0.15), ("switch", 0.33)])
+@pytest.mark.parametrize("shape", [DEPLOYMENTS[0], DEPLOYMENTS[2]], ids=str)
+def test_drift_is_met_to_the_target_with_few_moves(shape: Shape, drift: float | str, most: float) -> None:
+    old = shape.plan("logn1")
+    later = shape.load("logn1", seed=9) if drift == "switch" else drifted(shape.load("logn1"), float(drift))
+    new = replan(later, old, target=0.95)
+    assert balance(later, new).min() >= 0.94 and balance(later, new).mean() >= 0.95
+    assert moves(old, new) <= most * shape.layers * shape.slots
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_plan_at_its_target_is_returned_itself(shape: Shape) -> None:
+    load, old = shape.load("logn0.5"), shape.plan("logn0.5")
+    target = max(0.01, min(0.96, balance(load, old).min()))
+    assert replan(load, old, target=target) is old
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 5, 200])
+@pytest.mark.parametrize("shape", DEPLOYMENTS[:3], ids=str)
+def test_no_more_moves_are_made_than_allowed_and_those_help(shape: Shape, allowed: int) -> None:
+    old, later = shape.plan("logn1"), shape.load("logn1", seed=9)
+    new = replan(later, old, max_moves=allowed)
+    new.check()
+    assert moves(old, new) <= allowed
+    assert (balance(later, new) >= balance(later, old)).all()
+    if allowed >= 40:
+        assert moves(old, new) > 0
+        assert balance(later, new).mean() > balance(later, replan(later, old, max_moves=0)).mean()
+
+
+def test_a_plan_of_another_make_is_improved_too() -> None:
+    load = skewed("zipf", 8, 64)
+    old = Plan.of(np.tile(np.arange(72) % 64, (8, 1)), 64, 8)
+    new = replan(load, old)
+    assert balance(load, new).min() > 0.9 > balance(load, old).mean()
+    published = Plan.of(plan_by_definition(load, 72, 8), 64, 8)
+    later = drifted(load, 0.5)
+    assert balance(later, replan(later, published)).mean() > 0.94
+
+
+def test_layers_are_replanned_independently() -> None:
+    load, later = skewed("logn1", 12, 64), skewed("logn1", 12, 64, seed=9)
+    old = plan(load, 72, 8)
+    order = np.random.default_rng(1).permutation(12)
+    shuffled = old.with_(old.phy2log[order], old.weight[order])
+    together = replan(later, old)
+    assert (replan(later[order], shuffled).phy2log == together.phy2log[order]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"target": 0}, "target: 0"), ({"target": 1.5}, "target: 1.5"), ({"max_moves": -1}, "max_moves: -1")],
+)
+def test_limits_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replan(np.ones((1, 4)), plan(np.ones((1, 4)), 4, 2), **options)
+
+
+def test_ranks_and_slots_in_another_order_are_no_moves() -> None:
+    old = plan(skewed("zipf", 5, 64), 72, 8).phy2log
+    rng = np.random.default_rng(0)
+    mixed = rng.permuted(old.reshape(5, 8, 9)[:, rng.permutation(8)], axis=2).reshape(5, 72)
+    assert (mixed != old).any()
+    assert (overlay(mixed, old, 8) == old).all()

@@ -7,24 +7,22 @@ import numpy as np
 import pytest
 
 from penstock.eplb import Plan, plan, transfers
-from tests.support.loads import SHAPES, skewed
+from tests.support.loads import SHAPES, Shape
 from tests.support.refusals import table
 
-PAIRS = [(layers, experts, slots, ranks, 1) for layers, experts, slots, ranks in SHAPES] + [
-    (8, 64, 72, 8, 4),
-    (4, 256, 288, 32, 8),
-    (4, 256, 320, 64, 8),
+FAR = 1  # ranks per node, so that all others are equally far
+CASES = [
+    *((shape, FAR) for shape in SHAPES),
+    (Shape(8, 64, 72, 8), 4),
+    (Shape(4, 256, 288, 32), 8),
+    (Shape(4, 256, 320, 64), 8),
 ]
+SMALL = Shape(3, 16, 24, 4)
 
 
-def two_plans(layers: int, experts: int, slots: int, ranks: int) -> tuple[Plan, Plan]:
-    return plan(skewed("zipf", layers, experts), slots, ranks), plan(skewed("zipf", layers, experts, 7), slots, ranks)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_copies_from_the_old_plan_give_the_new_one(pair: tuple[int, ...]) -> None:
-    *shape, ranks_per_node = pair
-    old, new = two_plans(*shape)
+@pytest.mark.parametrize(("shape", "ranks_per_node"), CASES, ids=str)
+def test_copies_from_the_old_plan_give_the_new_one(shape: Shape, ranks_per_node: int) -> None:
+    old, new = shape.plan(), shape.plan(seed=7)
     rows = transfers(old, new, ranks_per_node)
     layer, expert, source, to = rows.T
     weights = old.phy2log.copy()  # what lies in a slot, by its expert's name
@@ -35,10 +33,9 @@ def test_copies_from_the_old_plan_give_the_new_one(pair: tuple[int, ...]) -> Non
     assert (np.lexsort((to, layer)) == np.arange(len(rows))).all()
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_rank_receives_each_expert_from_one_source_the_nearest(pair: tuple[int, ...]) -> None:
-    *shape, ranks_per_node = pair
-    old, new = two_plans(*shape)
+@pytest.mark.parametrize(("shape", "ranks_per_node"), CASES, ids=str)
+def test_a_rank_receives_each_expert_from_one_source_the_nearest(shape: Shape, ranks_per_node: int) -> None:
+    old, new = shape.plan(), shape.plan(seed=7)
     depth = old.slots_per_rank
     sources: dict[tuple[int, int, int], set[int]] = {}
     for layer, expert, source, to in transfers(old, new, ranks_per_node).tolist():
@@ -51,7 +48,7 @@ def test_a_rank_receives_each_expert_from_one_source_the_nearest(pair: tuple[int
             sources.setdefault((layer, expert, to // depth), set()).add(source)
     assert all(len(found) == 1 for found in sources.values())
     sent = Counter((layer, expert, min(found)) for (layer, expert, _), found in sources.items())
-    if ranks_per_node == 1:  # all holders are equally far, so none sends more than one copy more than another
+    if ranks_per_node == FAR:  # none sends more than one copy more than another
         for layer, expert in {(layer, expert) for layer, expert, _ in sent}:
             holders = np.nonzero(old.phy2log[layer] == expert)[0]
             loads = [sent[layer, expert, int(holder)] for holder in holders]
@@ -59,7 +56,7 @@ def test_a_rank_receives_each_expert_from_one_source_the_nearest(pair: tuple[int
 
 
 def test_equal_plans_need_no_transfers() -> None:
-    old, _ = two_plans(3, 16, 24, 4)
+    old = SMALL.plan()
     assert transfers(old, old, 2).shape == (0, 4)
 
 
@@ -73,12 +70,11 @@ def test_an_expert_that_a_rank_needs_twice_crosses_once() -> None:
 
 @pytest.mark.parametrize(("change", "words"), table(__file__, "transfers", np=np, plan=plan))
 def test_plans_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
-    old, new = two_plans(3, 16, 24, 4)
-    arguments: dict[str, Any] = {"old": old, "new": new, "ranks_per_node": 2}
+    arguments: dict[str, Any] = {"old": SMALL.plan(), "new": SMALL.plan(seed=7), "ranks_per_node": 2}
     with pytest.raises(ValueError, match=words):
         transfers(**(arguments | change))
 
 
 def test_without_a_number_of_ranks_per_node_all_ranks_are_equally_near() -> None:
-    old, new = two_plans(8, 64, 72, 8)
+    old, new = SHAPES[0].plan(), SHAPES[0].plan(seed=7)
     assert (transfers(old, new) == transfers(old, new, 8)).all()

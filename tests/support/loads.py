@@ -1,21 +1,37 @@
 """Loads that tests and benchmarks plan with: like those of real routers, and the awkward ones."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.eplb import Plan
+from penstock.eplb import Plan, plan
 
-SHAPES = [  # layers, experts, slots, ranks
-    (26, 64, 72, 8),
-    (26, 64, 64, 8),
-    (6, 256, 288, 32),
-    (6, 256, 320, 64),
-    (9, 128, 160, 16),
-    (3, 16, 16, 16),
-    (3, 12, 48, 4),
-    (3, 5, 6, 1),
-    (2, 7, 14, 7),
-    (2, 4, 40, 4),
+
+class Shape(NamedTuple):
+    layers: int
+    experts: int
+    slots: int
+    ranks: int
+
+    def load(self, kind: str = "zipf", seed: int = 0) -> NDArray[np.int64]:
+        return skewed(kind, self.layers, self.experts, seed)
+
+    def plan(self, kind: str = "zipf", seed: int = 0) -> Plan:
+        return plan(self.load(kind, seed), self.slots, self.ranks)
+
+
+SHAPES = [
+    Shape(26, 64, 72, 8),
+    Shape(26, 64, 64, 8),
+    Shape(6, 256, 288, 32),
+    Shape(6, 256, 320, 64),
+    Shape(9, 128, 160, 16),
+    Shape(3, 16, 16, 16),
+    Shape(3, 12, 48, 4),
+    Shape(3, 5, 6, 1),
+    Shape(2, 7, 14, 7),
+    Shape(2, 4, 40, 4),
 ]
 
 
