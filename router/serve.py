@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from functools import partial
 from penstock.engine.http.limits import MAX_REFUSALS, allow_open_files
 from penstock.engine.http.sockets import BACKLOG, PortError, bind_sockets, listen, url_of
 from penstock.engine.options import add_options, built
-from penstock.engine.text.model_text import load_text
+from penstock.engine.text.model_text import is_on_this_machine, load_text
 from penstock.executor.logs import log_to_stderr
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
@@ -90,6 +91,7 @@ class RouterProcess:
         self.feeds = KvFeeds(self.fleet, self._can_follow)
         self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
         self._servers: list[asyncio.Server] = []
+        self._has_suggested = False  # a tokenizer
 
     async def start(self, sockets: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
@@ -137,7 +139,15 @@ class RouterProcess:
                 "cache contents are only estimated",
                 replica.url,
             )
+        self._suggest_tokenizer(replica.url, model.root or model.id)
         self.feeds.watch(replica)
+
+    def _suggest_tokenizer(self, url: str, model: str) -> None:
+        """Say once that --tokenizer could be given. The model is not read unasked, because a replica chooses its name."""
+        if self.prompts.tokenizer is None and not self._has_suggested and is_on_this_machine(model):
+            self._has_suggested = True
+            words = f"--tokenizer {shlex.quote(model)}"
+            log.info("%s serves a model that is on this machine: with %s its cache can be followed", url, words)
 
     async def _can_follow(self, replica: Replica) -> bool:
         """Return whether the router makes the engine's tokens, because its events name blocks by their tokens."""

@@ -1,5 +1,6 @@
 """Loads the tokenizer and the chat template of a model."""
 
+import os
 from typing import Any
 
 from penstock.engine.model_files import ModelFiles, resolve_model
@@ -23,3 +24,12 @@ def load_text(
     files = resolve_model(model, need_weights=False)
     tokenizer = load_tokenizer(files)
     return tokenizer, load_template(tokenizer, chat_template, defaults)
+
+
+def is_on_this_machine(model: str) -> bool:
+    """Return whether a folder of a model, a .gguf file or an entry of the hub's cache has this name."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # follows HF_HOME and HF_HUB_CACHE
+
+    if os.path.isdir(os.path.join(HF_HUB_CACHE, f"models--{model.replace('/', '--')}", "snapshots")):
+        return True
+    return os.path.isfile(os.path.join(model, "config.json")) or (model.endswith(".gguf") and os.path.isfile(model))

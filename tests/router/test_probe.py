@@ -1,8 +1,10 @@
 """The probes of a replica: they survive bugs, late answers and impossible ones."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.router.backend import Backend
@@ -55,6 +57,24 @@ def test_a_replica_with_an_impossible_block_size_harms_no_other() -> None:
             assert router.change("DELETE", url=bad.url).status_code == 200
             until(lambda: router.fleet.replicas.keys() == {good.url})
             assert router.complete(model="m").status_code == 200
+
+
+def test_a_model_of_a_replica_that_is_on_this_machine_is_suggested_once_for_its_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.router")
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    with stub() as elsewhere, stub() as first, stub() as second:
+        for backend in (first, second):
+            backend.models = msgspec.json.encode({"data": [{"id": "m", "root": str(folder)}]})
+        with running_router(elsewhere.url, first.url):
+            assert "--tokenizer" not in caplog.text, "the folder has no model"
+        (folder / "config.json").write_text("{}")
+        with running_router(elsewhere.url, first.url, second.url):
+            assert caplog.text.count(f"with --tokenizer '{folder}' its cache can be followed") == 1
+        with running_router(first.url, tokenizes=True):
+            assert caplog.text.count("with --tokenizer") == 1
 
 
 def test_a_probe_that_fails_by_a_bug_is_logged_and_started_again(

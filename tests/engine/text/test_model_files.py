@@ -13,6 +13,7 @@ import pytest
 
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import recommended_sampling, resolve_model
+from penstock.engine.text.model_text import is_on_this_machine
 from penstock.executor.models.catalogue import TEXT_PARTS
 from penstock.executor.models.registry import ARCHITECTURES
 from tests.support.gguf_files import write
@@ -118,6 +119,16 @@ def test_a_hub_name_without_a_hub_says_what_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE, or no network"):
         resolve_model("someone/no-such-model")
+
+
+def test_a_model_is_on_this_machine_by_its_path_or_its_name_in_the_hub_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--org--tiny" / "snapshots").mkdir(parents=True)
+    there = ["org/tiny", str(hf_folder(tmp_path / "tiny")), str(gguf_file(tmp_path / "tiny.gguf"))]
+    absent = ["org/other", str(tmp_path), str(tmp_path / "other.gguf"), "x" * 5000, "a\0b", "", "../../org/tiny"]
+    assert [name for name in (*there, *absent) if is_on_this_machine(name)] == there
 
 
 def test_a_hub_that_cannot_be_reached_is_tried_once_without_a_warning(
