@@ -1,12 +1,16 @@
 """`penstock models` says what is so: every family is in it, with what its small models have."""
 
 import json
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import pytest
 import transformers
 
+from penstock.cli import main
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.loading import quantization
@@ -14,6 +18,7 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, registry
 from penstock.executor.models.spec import DecoderSpec
+from tests.support.gguf_files import write
 from tests.support.programs import printed
 from tests.support.small_models import CASES, RECURRENT, config_of
 
@@ -69,6 +74,48 @@ def test_the_page_has_the_table_that_the_command_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
     assert models.table() in page
     assert all(method in " ".join(models.STORED).lower() for method in quantization._READERS)
+
+
+def test_the_command_lists_the_newest_revision_of_each_model_in_the_hub_s_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = huggingface_hub.scan_cache_dir
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "hub"))
+    assert main(["models", "--local"]) == 0 and capsys.readouterr().out.startswith("no model is in the hub's cache")
+    for name, architectures in (
+        ("llama", ["LlamaForCausalLM"]),
+        ("mamba", ["MambaForCausalLM"]),
+        ("odd", 7),
+        ("broken", None),
+    ):
+        folder = cached(tmp_path, f"models--org--{name}", "new")
+        if architectures is not None:
+            (folder / "config.json").write_text(json.dumps({"architectures": architectures}))
+            (folder / "model.safetensors").write_bytes(bytes(2**20))
+    for file in cached(tmp_path, "models--org--llama", "old").iterdir():
+        os.utime(file, (0, 0))
+    (cached(tmp_path, "datasets--org--data", "new") / "x.json").write_text("{}")
+    write(cached(tmp_path, "models--org--packed", "new") / "q.gguf", "llama", {"general__name": "x"}, {})
+    assert main(["models", "--local", "--json"]) == 0
+    rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {name: (row["architecture"], row["supported"]) for name, row in rows.items()} == {
+        "org/broken": ("", "no: the folder org/broken has neither a config.json nor a .gguf file"),
+        "org/llama": ("LlamaForCausalLM", "yes"),
+        "org/mamba": ("MambaForCausalLM", "no: it needs Mamba layers"),
+        "org/odd": ("7", "no: an unknown architecture"),
+        "org/packed": ("llama", "yes"),
+    }
+    assert rows["org/llama"]["bytes"] >= 2**20
+    assert main(["models", "--local"]) == 0
+    assert "| org/llama  | LlamaForCausalLM | yes " in capsys.readouterr().out
+
+
+def cached(folder: Path, repository: str, revision: str) -> Path:
+    """Return the folder of a revision in a cache of the hub, with a file that is always there."""
+    path = folder / "hub" / repository / "snapshots" / revision
+    path.mkdir(parents=True)
+    (path / "README.md").write_text("")
+    return path
 
 
 def test_the_command_lists_them_without_torch() -> None:
