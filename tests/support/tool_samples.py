@@ -1,7 +1,17 @@
-"""Calls in the formats that have objects as calls, and the shortest way to read an answer and to follow a grammar."""
+"""Calls in the formats that have objects as calls, and the shortest way to read an answer and to follow a grammar.
 
+written.json has answers as models write them, by format, with what is read of each: [text, content, calls]. `WRITTEN` are
+calls written in other ways than the model's template writes them; the spellings are those that the parsers of other servers
+are tested with, the texts are our own. In `QUOTED` the arguments are a string that holds them: a grammar has an object
+instead, since it can hold that to its schema. `NO_CALLS` speak of calls or are broken, so they are content. `GOOD` mixes
+calls and text, and `BROKEN` are calls in the format of Hermes that break off or are wrong.
+"""
+
+import json
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -31,8 +41,23 @@ FORMATS: dict[str, ToolFormat] = {
 CALL = {name: WRITERS[name]([("weather", {"city": "Ulm"})]) for name in FORMATS}
 CALLS = {name: WRITERS[name]([("weather", {"city": "Ulm"}), ("clock", {})]) for name in FORMATS}
 
-# The reader's answer: reasoning, content, calls.
-Read = tuple[str, str, list[tuple[str, str]]]
+ReadCalls = list[tuple[str, str]]
+Read = tuple[str, str, ReadCalls]  # the reader's answer: reasoning, content, calls
+Sample = tuple[str, str, ReadCalls]
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("written.json").read_text())
+
+
+def _samples(section: str) -> dict[str, list[Sample]]:
+    samples = {
+        name: [(text, content, [tuple(call) for call in calls]) for text, content, calls in rows]
+        for name, rows in _DATA[section].items()
+    }
+    return samples | ({"mistral with args": samples["mistral"]} if "mistral" in samples else {})
+
+
+WRITTEN, QUOTED, GOOD = _samples("written"), _samples("quoted"), _samples("good")
+NO_CALLS: dict[str, list[str]] = _DATA["no_calls"]
+BROKEN: list[str] = _DATA["bad"]
 
 
 def calls_of(name: str, *, must: bool = False, many: bool = True) -> Calls:
@@ -89,7 +114,7 @@ def read(
 
 def gathered(pieces: Sequence[Piece]) -> Read:
     """Join the pieces by kind; calls must be numbered as they come, and have arguments only after their name."""
-    calls: list[tuple[str, str]] = []
+    calls: ReadCalls = []
     for piece in pieces:
         if isinstance(piece, CallStart):
             assert piece.call == len(calls)

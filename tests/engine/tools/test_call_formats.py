@@ -22,7 +22,6 @@ from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Mar
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.refusals import cases, hardest
 from tests.support.tool_samples import CLOCK, FORMATS, ids_of, lark_matcher, read, verdict
-from tests.support.written import MISLEADING
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
 TRIP, TREE = (ToolSpec(name, DATA[name]) for name in ("trip", "tree"))
@@ -30,6 +29,8 @@ FREE = ToolSpec("free", {"type": "object"})
 TOOLS = [TRIP, TREE, FREE, CLOCK]
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 SAMPLE, SHORT, WRONG = ([tuple(call) for call in DATA[key]] for key in ("sample", "short", "wrong calls"))
+MISLEADING: list[str] = DATA["misleading"]  # pieces of calls that a random answer writes where no grammar expects them
+UNKNOWN: Call = ("tides", {"city": "a", "days": 1})
 BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
 NAMED = [name for name, form in FORMS.items() if isinstance(form, NamedCalls)]
 # Formats whose optional calls a grammar holds, since they begin with a mark. A call without one may be an example.
@@ -128,33 +129,72 @@ def test_random_calls_come_back_as_they_were_written(name: str, write: Callable[
 
 
 def marks_of(name: str, special: bool) -> tuple[str, ...]:
-    return tuple(FORMS[name].tokens) if special else ()
+    return (*FORMS[name].tokens, THINK.open, THINK.close) if special else ()
 
 
-def matcher(name: str, special: bool, *calls: Any) -> LLMatcher:
+def matcher(name: str, special: bool, *parts: Any) -> LLMatcher:
     marks = marks_of(name, special)
-    return lark_matcher(grammar(ids_of(*marks), *calls), *marks)
+    return lark_matcher(grammar(ids_of(*marks), *parts), *marks)
+
+
+def outcome(name: str, first: LLMatcher, special: bool, text: str) -> str:
+    """Return whether a grammar accepts or refuses a text, or wants more of it."""
+    reached = verdict(first, text, *marks_of(name, special))
+    return reached if reached in ("accepted", "unfinished") else "refused"
 
 
 def accepts(name: str, first: LLMatcher, special: bool, text: str) -> bool:
-    return verdict(first, text, *marks_of(name, special)) == "accepted"
+    return outcome(name, first, special, text) == "accepted"
+
+
+# The marks of a model's reasoning, and the text that it has written before the answer.
+THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
+    "none": (None, ""),
+    "opened": (Thinking(THINK, is_open=True), "Hm { or [.\n</think>\n\n"),
+    "absent": (Thinking(THINK), ""),
+    "present": (Thinking(THINK), "<think>Hm.</think>\n"),
+}
+BY_THOUGHT = pytest.mark.parametrize("thought", THOUGHTS)
+SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
 @BY_FORMAT
-@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
-def test_the_grammar_has_the_calls_of_the_template_and_no_wrong_ones(name: str, special: bool) -> None:
-    write, form = WRITERS[name], FORMS[name]
-    must = matcher(name, special, calls_for(name, must=True))
-    may = matcher(name, special, calls_for(name))
-    for calls in [[call] for call in SAMPLE] + [SAMPLE] * form.has_many:
-        assert accepts(name, must, special, write(calls)), calls
-        assert accepts(name, may, special, write(calls))
-        assert accepts(name, may, special, "So.\n\n" + write(calls))
-    for call in WRONG:
-        assert not accepts(name, must, special, write([call])), call
-        assert not accepts(name, may, special, write([call])), call
-    assert not accepts(name, must, special, "hello")
-    assert accepts(name, may, special, "hello [1] {} <x>")
+@SPECIAL
+@BY_THOUGHT
+def test_required_calls_of_the_template_are_the_only_answer(name: str, special: bool, thought: str) -> None:
+    write, many, (thinking, before) = WRITERS[name], FORMS[name].has_many, THOUGHTS[thought]
+    held = matcher(name, special, calls_for(name, must=True), None, thinking)
+    for calls in [[call] for call in SAMPLE] + [SAMPLE] * many:
+        text = before + write(calls)
+        assert accepts(name, held, special, text), text
+        _, content, read_calls = read([text], calls_for(name), thinking, certain=True)
+        assert (content, called(read_calls)) == ("", calls)
+    call = write(SAMPLE[:1])
+    wrong = ["hello", f"hello {call}", f"{call} and", *(write([each]) for each in [*WRONG, UNKNOWN])]
+    wrong += [write(SAMPLE[:2])] * (not many)
+    if name in FORMATS:
+        wrong += [write([("clock", {})]).replace("{}", "null"), call.replace(": {", ":  {")]
+    for text in wrong:
+        assert outcome(name, held, special, before + text) == "refused", text
+
+
+@BY_FORMAT
+@SPECIAL
+@BY_THOUGHT
+@pytest.mark.parametrize("many", [False, True])
+def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str, many: bool) -> None:
+    write, many, (thinking, before) = WRITERS[name], many and FORMS[name].has_many, THOUGHTS[thought]
+    held = matcher(name, special, Calls(FORMS[name], TOOLS, False, many), None, thinking)
+    call, lead = write(SAMPLE[:1]), "<|python_tag|>" if name == "llama3_json" else ""
+    right = ["", "hello, <tool> {} [1]", '{"name": "Bob", "parameters": {}}', lead + call, f"hello\n{lead}{call}"]
+    wrong = [f"hello {lead}{write([each])}" for each in WRONG]
+    (right if many else wrong).extend([write(SAMPLE[:2]), f"{call}\nand {call}", f"{call} done"])
+    # Behind a mark there is a call of one of the functions; without a mark it may be an example.
+    (wrong if FORMS[name].triggers else right).append(f"hello {lead}{write([UNKNOWN])}")
+    for text in [*right, *(write([each]) for each in SAMPLE)]:
+        assert accepts(name, held, special, before + text), text
+    for text in [*wrong, *(write([each]) for each in WRONG)]:
+        assert outcome(name, held, special, before + text) == "refused", text
 
 
 @pytest.mark.parametrize("name", hardest(HELD, *KINDS, "mistral with args"))

@@ -1,4 +1,4 @@
-"""The grammars of tool calls, compiled and followed by the real matcher: texts that they allow, and texts that they do not.
+"""The grammars of calls and of formats together, and of odd schemas; test_call_formats.py has those of calls alone.
 
 Marks are tried both ways: as special tokens of the model, and as plain text.
 """
@@ -16,7 +16,7 @@ from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, ids_of, lark_matcher, read
+from tests.support.tool_samples import CALL, FORMATS, calls_of, ids_of, lark_matcher
 from tests.support.tool_samples import verdict as follow
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
@@ -30,74 +30,6 @@ def lark(special: bool, *parts: Any) -> LLMatcher:
 
 def verdict(special: bool, matcher: LLMatcher, text: str) -> str:
     return follow(matcher, text, *(MARKS if special else ()))
-
-
-# The marks of a model's reasoning, and the text that it has written before the answer.
-THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
-    "none": (None, ""),
-    "opened": (Thinking(THINK, is_open=True), "Hm { or [.\n</think>\n\n"),
-    "absent": (Thinking(THINK), ""),
-    "present": (Thinking(THINK), "<think>Hm.</think>\n"),
-}
-
-
-@SPECIAL
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("thought", THOUGHTS)
-def test_a_required_call_is_the_only_answer(name: str, special: bool, thought: str) -> None:
-    thinking, before = THOUGHTS[thought]
-    many = FORMATS[name].has_many
-    held = lark(special, calls_of(name, must=True, many=many), None, thinking)
-    call = CALL[name]
-    for text, is_right in {
-        call: True,
-        call.replace("Ulm", "Zürich \\n"): True,
-        CALLS[name]: many,
-        "hello": False,
-        "hello " + call: False,
-        call + " and": False,
-        call.replace("weather", "weathers"): False,
-        call.replace('"city"', '"town"'): False,
-        call.replace('"Ulm"', "5"): False,
-        call.replace("weather", "clock").replace('{"city": "Ulm"}', "null"): False,
-        call.replace(" {", "  {"): " {" not in call,
-    }.items():
-        outcome = verdict(special, held, before + text)
-        assert (outcome == "accepted") == is_right, (text, outcome)
-        assert outcome != "unfinished", text
-        if is_right:
-            _, content, calls = read([before + text], calls_of(name), thinking, certain=True)
-            assert not content and all(json.loads(arguments) is not None for _, arguments in calls)
-
-
-@SPECIAL
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("thought", THOUGHTS)
-@pytest.mark.parametrize("many", [False, True])
-def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str, many: bool) -> None:
-    many = many and FORMATS[name].has_many
-    thinking, before = THOUGHTS[thought]
-    held = lark(special, calls_of(name, many=many), None, thinking)
-    call, lead = CALL[name], "<|python_tag|>" if name == "llama3_json" else ""
-    for text, is_right in {
-        "": True,
-        "hello, <tool> {} [1]": True,
-        '{"name": "Bob", "parameters": {}}': True,
-        call: True,
-        lead + call: True,
-        f"hello\n{lead}{call}": True,
-        f"hello\n{lead}{call.replace('Ulm', '5')}": True,
-        CALLS[name]: many,
-        f"{call}\nand {call}": many,
-        call + " done": many,
-        call.replace('"Ulm"', "5"): False,
-        f"hello {lead}{call.replace('city', 'town')}": False,
-        # Behind a mark there is a call of one of the functions; without a mark it may be an example.
-        f"hello {lead}{call.replace('weather', 'tides')}": not FORMATS[name].triggers,
-    }.items():
-        outcome = verdict(special, held, before + text)
-        assert (outcome == "accepted") == is_right, (text, outcome)
-        assert is_right or outcome != "unfinished", text
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.triggers])

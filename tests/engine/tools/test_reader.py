@@ -1,6 +1,7 @@
-"""Calls in text, however it is cut into pieces."""
+"""Calls in text, as models write them and wrong ones, however it is cut into pieces."""
 
 import random
+from itertools import combinations
 
 import pytest
 
@@ -9,12 +10,25 @@ from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.refusals import hardest
-from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
-from tests.support.written import BROKEN
+from tests.support.tool_samples import (
+    BROKEN,
+    CALL,
+    CALLS,
+    FORMATS,
+    GOOD,
+    NO_CALLS,
+    QUOTED,
+    WRITTEN,
+    Sample,
+    calls_of,
+    read,
+)
 
 WEATHER = ("weather", '{"city": "Ulm"}')
-CLOCK = ("clock", "{}")
 HEAD = '<tool_call>{"name": "weather", "arguments": '
+
+BY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+MAX_PAIRS_CHARS = 48  # of a text that is cut at every pair of places
 
 # These texts have no call: they are content, and reading goes on behind them.
 BAD = [
@@ -32,6 +46,36 @@ def cuts(text: str, seed: int) -> list[list[str]]:
         places = sorted(choose.choices(range(len(text) + 1), k=choose.randint(2, 8)))
         chosen.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
     return chosen
+
+
+@BY_FORMAT
+@pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("samples", [GOOD, WRITTEN, QUOTED], ids=["good", "written", "quoted"])
+def test_calls_are_read_as_models_write_them(name: str, certain: bool, samples: dict[str, list[Sample]]) -> None:
+    for text, content, calls in samples.get(name, []):
+        assert read([text], calls_of(name), certain=certain) == ("", content, calls), text
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_a_text_without_a_call_is_content_to_the_letter(name: str) -> None:
+    for text in NO_CALLS[name] + (BAD if name == "hermes" else []):
+        assert read([text], calls_of(name)) == ("", text, []), text
+        assert read([f"so {text} and "], calls_of(name)) == ("", f"so {text} and ", [])
+
+
+@pytest.mark.parametrize("name", hardest(FORMATS, "hermes"))
+@pytest.mark.parametrize("certain", hardest([False, True], False), ids=["free", "held"])
+def test_a_text_gives_the_same_calls_and_content_however_it_is_cut(name: str, certain: bool) -> None:
+    """In two, short texts in three, in pieces of one length as steps with several tokens bring them, and at random."""
+    samples = [*GOOD.get(name, []), *WRITTEN[name], *QUOTED.get(name, [])]
+    for text in [text for text, _, _ in samples] + NO_CALLS.get(name, []) + (BAD if name == "hermes" else []):
+        whole = read([text], calls_of(name), certain=certain)
+        ways = cuts(text, len(text))
+        ways += [[text[at : at + size] for at in range(0, len(text), size)] for size in (2, 3, 7, 16)]
+        if len(text) <= MAX_PAIRS_CHARS:
+            ways += [[text[:a], text[a:b], text[b:]] for a, b in combinations(range(1, len(text)), 2)]
+        for pieces in ways:
+            assert read(pieces, calls_of(name), certain=certain) == whole, pieces
 
 
 @pytest.mark.parametrize("text", [text for text in BAD if text.endswith("</tool_call>")])
@@ -56,7 +100,7 @@ def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut(name: str) -> No
             assert content == text
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@BY_FORMAT
 def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str) -> None:
     reader = AnswerReader(calls_of(name, must=True), None, is_certain=True)
     seen = [reader.feed(character) for character in CALL[name]]
@@ -66,7 +110,7 @@ def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str
     assert starts == [CALL[name].index('{"city"')]  # with the brace, and not earlier
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@BY_FORMAT
 def test_without_a_grammar_a_call_is_read_when_it_is_complete_and_valid(name: str) -> None:
     reader = AnswerReader(calls_of(name), None, is_certain=False)
     seen = [reader.feed(character) for character in CALL[name]]
