@@ -21,10 +21,11 @@ import pytest
 from penstock import LLM, RequestsFailed
 from penstock.engine.front.submit import Pooling
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
-from tests.engine.grammar.test_tokenizer_families import CHOICES, FAMILIES
+from tests.engine.grammar.test_tokenizer_families import CHOICES
 from tests.support.grammar_rig import FORMS
 from tests.support.simulation import random_drafts
 from tests.support.small_models import SIZES, random_model
+from tests.support.text_samples import FAMILIES
 
 VOCAB_SIZE = 400  # more than any of the tokenizers has
 MAX_MODEL_LEN, MAX_SEQS = 96, 8

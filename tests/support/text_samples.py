@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def undecorated() -> Tokenizer:
     tokenizer = sentencepiece()
     tokenizer.decoder = None
     return tokenizer
+
+
+FAMILIES: dict[str, Callable[[], Tokenizer]] = {
+    "byte level": byte_level,
+    "SentencePiece": sentencepiece,
+    "SentencePiece without a prefix": lambda: sentencepiece(prefix=False),
+    "Metaspace": metaspace,
+    "Metaspace at the first": lambda: metaspace("first"),
+    "Metaspace without a prefix": lambda: metaspace("never"),
+}
 
 
 def folder(path: Path, tokenizer: Tokenizer, **files: dict[str, Any]) -> Path:

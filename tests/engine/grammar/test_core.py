@@ -25,7 +25,6 @@ from tests.support.simulation import BLOCK_SIZE
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")
-PLAIN = Sampling(temperature=0.0, stop_ids=(EOS,))
 
 
 def test_an_end_that_the_grammar_allows_ends_even_if_ends_are_ignored() -> None:
@@ -88,7 +87,9 @@ def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pyte
     compiler.start(grammar_source(LETTERS)).result.result(60)  # so that the limit is for the other grammar alone
     monkeypatch.setattr("penstock.engine.core.grammars.COMPILE_LIMIT_S", 0.05)
     slow = StructuredOutputs(regex="slow")
-    assert_fails_alone(Core(compiler=compiler), slow, "not compiled within 0.05 s", LETTERS)
+    assert_fails_alone(
+        Core(compiler=compiler), slow, "the grammar cannot be compiled: it was not compiled within 0.05 s", LETTERS
+    )
     compiler.gate.set()
 
 

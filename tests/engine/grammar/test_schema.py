@@ -5,37 +5,40 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, StructuredOutputs
+from penstock.engine.sampling_params import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_GRAMMAR_DEPTH,
+    SamplingParams,
+    StructuredOutputs,
+)
 from tests.support.fake_engine import compile_within_limits
 from tests.support.grammar_rig import COMPILER, accepts, matcher
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 ABC = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "cc": {}}}
-KINDS = {
-    kind: {"type": "object", "properties": {"kind": {"const": kind}, kind: {}}, "required": ["kind"]}
-    for kind in ("cat", "dog")
-}
 _DATA = json.loads(Path(__file__).with_name("schema.json").read_text())
 KEYWORDS: list[Any] = _DATA["keywords"]
 ODD_VALUES: list[Any] = [
     *(None, True, 1.5, -1, "a[", "http://[", [], [3, None], [{"a": []}], {}, {"a": 3}, {"type": [[]]}, [["a"]])
 ]
-# schema, what it holds, what it does not
-HELD: list[Any] = _DATA["held"]
+# form, what it accepts whole, what it does not
+CORPUS: list[Any] = _DATA["corpus"]
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), HELD, ids=lambda value: json.dumps(value)[:60])
-def test_a_schema_holds_what_it_says(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+@pytest.mark.parametrize(("form", "good", "bad"), CORPUS, ids=lambda value: json.dumps(value)[:60])
+def test_a_form_accepts_its_answers_and_no_others(form: dict[str, Any], good: list[str], bad: list[str]) -> None:
     for text in good:
-        assert accepts(matcher(json=schema), text), text
+        assert accepts(matcher(**form), text), text
     for text in bad:
-        assert not accepts(matcher(json=schema), text), text
+        assert not accepts(matcher(**form), text), text
 
 
 @pytest.mark.parametrize(("schema", "reason"), table(__file__, "schemas", ABC=ABC))
@@ -63,29 +66,34 @@ def test_a_keyword_of_any_shape_is_taken_or_refused_but_breaks_nothing() -> None
         assert prepared(schema, "field")
 
 
-# form, what it accepts whole, what it does not
-CORPUS: list[Any] = json.loads(Path(__file__).with_name("source.json").read_text())["corpus"]
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
 
 
-@pytest.mark.parametrize(("form", "good", "bad"), CORPUS)
-def test_a_form_accepts_its_answers_and_no_others(form: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    for text in good:
-        assert accepts(matcher(**form), text), text
-    for text in bad:
-        assert not accepts(matcher(**form), text), text
+NAMES: dict[str, Any] = {"nested": nested, "MAX_CHOICES": MAX_CHOICES}
+NAMES |= {"MAX_GRAMMAR_CHARS": MAX_GRAMMAR_CHARS, "MAX_GRAMMAR_DEPTH": MAX_GRAMMAR_DEPTH}
 
 
-def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    assert accepts(matcher(json=schema), '{\n\t"name": "Ann"\n}')
-    assert not accepts(matcher(json=schema), '{  "name": "Ann"}')
-    assert not accepts(matcher(json=schema), '{\n\n"name": "Ann"}')
-
-
-@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", MAX_GRAMMAR_DEPTH=MAX_GRAMMAR_DEPTH))
+@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", **NAMES))
 def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         outputs = StructuredOutputs(**form)
-        outputs.check()
+        SamplingParams(structured_outputs=outputs).check(100)
         grammar_source(outputs)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fields", cases(__file__, "one form", **NAMES))
+def test_one_form_is_accepted_and_survives_the_wire(fields: dict[str, Any]) -> None:
+    outputs = StructuredOutputs(**fields)
+    SamplingParams(structured_outputs=outputs).check(100)
+    assert msgspec.json.decode(msgspec.json.encode(outputs), type=StructuredOutputs) == outputs
+    assert outputs.kind == list(fields)[-1]
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="whitespace"):
+        msgspec.json.decode(json.dumps({"regex": "a", "whitespace": 1}), type=StructuredOutputs)

@@ -1,7 +1,5 @@
 """Constrained answers over tokenizers of every kind: a text that a grammar forces is cut into tokens of exactly its bytes."""
 
-from collections.abc import Callable
-
 import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -17,14 +15,6 @@ from tests.support import text_samples as samples
 from tests.support.grammar_rig import Core, submit
 from tests.support.refusals import hardest
 
-FAMILIES: dict[str, Callable[[], Backend]] = {
-    "byte level": samples.byte_level,
-    "SentencePiece": samples.sentencepiece,
-    "SentencePiece without a prefix": lambda: samples.sentencepiece(prefix=False),
-    "Metaspace": samples.metaspace,
-    "Metaspace at the first": lambda: samples.metaspace("first"),
-    "Metaspace without a prefix": lambda: samples.metaspace("never"),
-}
 CHOICES = [
     ["yes", "no", "maybe so"],
     [" begins with a blank", " begins with two"],
@@ -34,9 +24,9 @@ CHOICES = [
 ]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=samples.FAMILIES)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Tokenizer(FAMILIES[request.param]())
+    return Tokenizer(samples.FAMILIES[request.param]())
 
 
 def test_a_forced_text_is_cut_into_tokens_of_its_very_bytes(tokenizer: Tokenizer) -> None:

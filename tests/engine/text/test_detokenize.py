@@ -12,14 +12,7 @@ from penstock.engine.text.detokenize import Detokenizer
 from tests.support import text_samples as samples
 from tests.support.refusals import table
 
-KINDS = {
-    "byte level": samples.byte_level,
-    "sentencepiece with a space prefix": samples.sentencepiece,
-    "sentencepiece without": lambda: samples.sentencepiece(prefix=False),
-    "metaspace always": samples.metaspace,
-    "metaspace never": lambda: samples.metaspace("never"),
-    "no decoder": samples.undecorated,
-}
+KINDS = samples.FAMILIES | {"no decoder": samples.undecorated}
 
 
 @pytest.fixture(params=KINDS, name="tokenizer")
