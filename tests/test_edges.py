@@ -106,6 +106,16 @@ def test_without_a_key_only_the_open_routes_answer(keyed: Edge) -> None:
             assert ask(keyed, method, path) == expected, (method, path)
 
 
+def test_a_wrong_key_is_refused_before_the_body_and_is_not_repeated(keyed: Edge) -> None:
+    num_reached = keyed.num_reached()
+    with connect(keyed.port) as sock:
+        sock.sendall(post(b"", b"content-length: 1000000", b"authorization: Bearer sk-canary", close=False))
+        answer = sock.recv(65536)
+    assert status(answer) == 401 and b'"code":401' in answer and b'"type":"authentication_error"' in answer
+    assert b"www-authenticate: Bearer\r\n" in answer and b"canary" not in answer
+    assert keyed.num_reached() == num_reached
+
+
 def test_a_wrong_key_is_as_good_as_none(keyed: Edge) -> None:
     for path in keyed.routes:
         for value in ("Bearer sk-wrong", "Bearer ", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}-not"):
@@ -145,7 +155,7 @@ SPELLINGS = """
     //v1/models /v1//models /v1/models/ /v1/./models /./v1/models /health/../v1/models /health/%2e%2e/v1/models
     /%2e/v1/models /V1/MODELS /V1/models /HEALTH //health /health/ /health%20 /health%00 /health;/v1/models
     /health/../metrics /health/..;/metrics /metrics?/health /v1/models%2f /%761/models /%76%31/models /metrics
-    /invocations /load * http://x/v1/models http://health/metrics
+    /invocations /load * http://x/v1/models http://health/metrics /%2568ealth
 """
 
 
@@ -161,6 +171,34 @@ def test_no_spelling_of_a_path_or_host_gets_round_the_key(keyed: Edge, target: s
 @pytest.mark.parametrize("host", ["x/health?", "/health", "x/?", "health", "[::1]/", "x/health#", ""])
 def test_the_host_header_has_no_say(keyed: Edge, host: str) -> None:
     assert ask(keyed, "GET", "/v1/models", host=host) == 401
+
+
+# Web pages of other origins: none may ask, unless the operator of the engine's server names them.
+
+PAGE = "https://app.example"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+def test_no_page_of_another_origin_may_ask_unless_it_is_told() -> None:
+    with running() as server:
+        preflight = server.http.options("/v1/chat/completions", headers={"Origin": PAGE, **PREFLIGHT})
+        assert preflight.status_code == 405
+        answer = server.complete("abc", max_tokens=1)
+        assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_a_named_origin_may_ask_with_its_key_and_another_may_not() -> None:
+    with running(api_keys=(KEY,), allowed_origins=(PAGE,)) as server:
+        preflight = server.http.options("/v1/chat/completions", headers={"Origin": PAGE, **PREFLIGHT})
+        assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        refused = server.http.options("/v1/chat/completions", headers={"Origin": "https://other.example", **PREFLIGHT})
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+        for headers, expected in (({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200)):
+            answer = server.http.post(
+                "/v1/completions", json={"prompt": "abc", "max_tokens": 1}, headers={"Origin": PAGE, **headers}
+            )
+            assert answer.status_code == expected and answer.headers["access-control-allow-origin"] == PAGE
 
 
 # Heads.

@@ -71,6 +71,7 @@ async def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own(e
     prompt = [1, 2, 3, 4, 5]
     greedy = await read(engine.generate(prompt, GREEDY))
     assert greedy[0].token_ids == alone(submit("a", prompt))[0] and greedy[0].finish_reason == "length"
+    assert greedy[0].text == "", "a text that was not wanted"
     params = SamplingParams(n=3, seed=7, max_tokens=5, detokenize=False)
     choices = await read(engine.generate(prompt, params))
     assert sorted(choices) == [0, 1, 2] and len({tuple(c.token_ids) for c in choices.values()}) == 3

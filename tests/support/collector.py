@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -19,18 +19,16 @@ from tests.support.running_server import until
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class SpanSeen(NamedTuple):
-    service: str
-    name: str
-    kind: int
-    trace_id: str
-    span_id: str
-    parent_id: str
-    begun_ns: int
-    ended_ns: int
-    attributes: dict[str, Any]
-    state: str
-    is_failed: bool
+class SpanSeen:
+    def __init__(self, service: str, span: Span) -> None:
+        self.service, self.name, self.kind = service, span.name, int(span.kind)
+        self.trace_id, self.span_id, self.parent_id = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
+        self.begun_ns, self.ended_ns = span.start_time_unix_nano, span.end_time_unix_nano
+        self.attributes, self.state = plain(span.attributes), span.trace_state
+        self.is_failed = span.status.code == Status.STATUS_CODE_ERROR
+
+    def __repr__(self) -> str:
+        return str(vars(self))
 
 
 class Collector:
@@ -54,7 +52,7 @@ class Collector:
                 service = plain(resource.resource.attributes)["service.name"]
                 for scope in resource.scope_spans:
                     assert scope.scope.name == "penstock"
-                    self.spans += [seen(service, span) for span in scope.spans]
+                    self.spans += [SpanSeen(service, span) for span in scope.spans]
         return whole(b"", b"%d said so" % self.status)
 
     def named(self, name: str, count: int = 1) -> list[SpanSeen]:
@@ -65,22 +63,6 @@ class Collector:
     def one(self, name: str) -> SpanSeen:
         (span,) = self.named(name)
         return span
-
-
-def seen(service: str, span: Span) -> SpanSeen:
-    return SpanSeen(
-        service,
-        span.name,
-        int(span.kind),
-        span.trace_id.hex(),
-        span.span_id.hex(),
-        span.parent_span_id.hex(),
-        span.start_time_unix_nano,
-        span.end_time_unix_nano,
-        plain(span.attributes),
-        span.trace_state,
-        span.status.code == Status.STATUS_CODE_ERROR,
-    )
 
 
 def plain(attributes: Iterable[KeyValue]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class FakeEngine:
             raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 
     def generate(self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Any) -> Answer:
-        names = (*Submit.__struct_fields__, "shown_ids", "stop_condition")
+        names = (*Submit.__struct_fields__, "shown_ids", "stop_condition", "kv_transfer")
         fields = {name: value for name, value in options.items() if name in names}
         self._count += 1
         answer = begin_answer(str(self._count), prompt, params, self.info, self.tokenizer, self.abort, **fields)
@@ -163,7 +163,7 @@ class FakeEngine:
                 answer.take(index, Output(name, [], finish_reason="length", embedding=vector.tobytes()))
                 return
             if max_tokens == 0:
-                answer.take(index, Output(name, [], finish_reason="length"))
+                answer.take(index, Output(name, [], finish_reason="length", prompt_logprobs=_scored(prompt, params)))
                 return
             if (refusal := await self._refusal(options.get("grammar"))) is not None:
                 self.submitted = [each for each in self.submitted if each[2] is not options]
@@ -210,11 +210,14 @@ class FakeEngine:
             stop_token=token if is_stop else None,
             reuse=Reuse({"device": len(prompt) // 16 * 16}, self.miss) if first else None,
             logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
-            prompt_logprobs=None
-            if params.prompt_logprobs is None or not first
-            else [_logprobs(each, params.prompt_logprobs) for each in prompt[1:]],
+            prompt_logprobs=_scored(prompt, params) if first else None,
             queued_s=0.001 if first else None,
         )
+
+
+def _scored(prompt: list[int], params: SamplingParams) -> list[TokenLogprobs] | None:
+    count = params.prompt_logprobs
+    return None if count is None else [_logprobs(token, count) for token in prompt[1:]]
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

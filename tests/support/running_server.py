@@ -70,14 +70,6 @@ class Running:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
 
-    def leave(self, num_open: int, **fields: Any) -> None:
-        """Ask for a completion, and close the connection when the engine has that many requests open."""
-        body = json.dumps({"model": MODEL, "prompt": "abc", **fields}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        with self.connect() as sock:
-            sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: int(self.call(lambda: len(self.engine.answers))) == num_open)
-
     def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
 

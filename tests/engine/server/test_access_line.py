@@ -53,7 +53,7 @@ def test_a_line_has_the_fields_of_its_request_and_its_times() -> None:
             found,
         ),
     ):
-        headers = {"authorization": "Bearer second-key", "x-request-id": "mine"}
+        headers = {"x-api-key": "second-key", "authorization": "Bearer first-key", "x-request-id": "mine"}
         body = {"model": MODEL, "prompt": "a prompt of twenty characters", "max_tokens": 3, "n": 2}
         begun_s = time.monotonic()
         answer = server.http.post("/v1/completions", json=body, headers=headers)
@@ -70,7 +70,7 @@ def test_a_line_has_the_fields_of_its_request_and_its_times() -> None:
         "status": 200,
         "client_id": "mine",
         "model": MODEL,
-        "key": 2,
+        "key": 2,  # the first of two that are accepted
         "prompt_tokens": 29,
         "cached_tokens": 16,
         "cache_miss": "partial_block",

@@ -1,11 +1,15 @@
 """Completions and chats as OpenAI's own client reads them, whole and streamed."""
 
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
+from penstock.engine.front.submit import begin_answer
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.template import ChatTemplate
+from tests.support.fake_engine import INFO, byte_tokenizer
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
 from tests.support.three_apis import APIS
@@ -64,6 +68,17 @@ def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:
     assert choice["logprobs"] is None
 
 
+@pytest.mark.parametrize("num_written", [1, 0])
+def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(server: Running, num_written: int) -> None:
+    """An evaluation harness, lm_eval, scores so; older versions of it request no token."""
+    fields = {"temperature": 0, "max_tokens": num_written, "logprobs": 1, "seed": 1234, "echo": True}
+    longest = [1] * (server.engine.info.max_model_len - num_written)
+    scored = server.complete([longest], **fields)
+    assert scored.status_code == 200 and scored.json()["usage"]["total_tokens"] == len(longest) + num_written
+    refused = server.complete([[*longest, 7]], **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+
+
 def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     fields = dict(cases(__file__, "sampling fields"))
     for send, is_continuation in ((server.complete, True), (server.chat, False)):
@@ -79,6 +94,17 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     assert set(fields) | {"logit_bias", "logprobs", "detokenize", "structured_outputs"} == set(
         SamplingParams.__struct_fields__
     )
+
+
+def test_every_sampling_field_reaches_the_core_or_concerns_the_text_alone() -> None:
+    def sent(**fields: Any) -> Any:
+        params = SamplingParams(**{"seed": 1, **fields})
+        answer = begin_answer("r", b"\1\0\0\0", params, INFO, None, Mock(), sampling=params.sampling([3]))
+        return msgspec.to_builtins(answer.messages)
+
+    fields = dict(cases(__file__, "sampling fields")) | {"logit_bias": {7: 1.0}, "logprobs": 1}
+    unsent = {name for name, value in fields.items() if sent(**{name: value}) == sent()}
+    assert unsent == {"stop", "include_stop_str_in_output", "skip_special_tokens"}
 
 
 def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server: Running) -> None:
@@ -97,6 +123,19 @@ def test_the_model_s_own_defaults_apply_where_the_request_says_nothing() -> None
         assert server.params == SamplingParams(temperature=0.6, top_k=5, max_tokens=7)
         server.chat(temperature=0)
         assert server.params == SamplingParams(temperature=0, top_k=20, max_tokens=7)
+
+
+def test_a_seed_of_the_server_is_used_for_requests_without_one() -> None:
+    def sampled(**settings: Any) -> list[int | None]:
+        with running(**settings) as server:
+            for _ in range(3):
+                server.complete("abc", max_tokens=1, temperature=1)
+            server.complete("abc", max_tokens=1, temperature=1, seed=77)
+            return [params.seed for _, params, _ in server.engine.submitted]
+
+    assert sampled(seed=5) == sampled(seed=5) != sampled(seed=6)
+    assert len(set(sampled(seed=5))) == 4 and sampled(seed=5)[-1] == 77
+    assert sampled() == [None, None, None, 77]  # drawn when it is handed to the core
 
 
 def test_a_truncated_prompt_keeps_its_end(server: Running) -> None:
@@ -238,3 +277,9 @@ def test_tokenizing_and_back(server: Running) -> None:
     assert (texts["tokens"], texts["token_strs"]) == ([97, 98, 99], ["a", "b", "c"])
     messages = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
     assert bytes(server.post("/tokenize", messages).json()["tokens"]) == b"user: x\n"
+
+
+def test_an_evaluation_harness_learns_the_tokenizer(server: Running) -> None:
+    info = server.http.get("/tokenizer_info").json()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert info["chat_template"] and set(byte_tokenizer().special_tokens) <= set(info)

@@ -15,26 +15,16 @@ import msgspec
 import pytest
 
 from tests.support.fake_engine import INFO, FakeEngine
-from tests.support.raw_http import read_all
+from tests.support.raw_http import post, read_all
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, running, started, until
 
 LONG = msgspec.structs.replace(INFO, max_model_len=200_000)
 HI = [{"role": "user", "content": "Hi"}]
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-def request(body: bytes, extra: bytes = b"") -> bytes:
-    return HEAD + extra + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 def completion(**fields: object) -> bytes:
     return json.dumps({"model": MODEL, "prompt": "abc", **fields}).encode()
-
-
-def error(answer: bytes) -> dict[str, Any]:
-    reply: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
-    return dict(reply["error"])
 
 
 def assert_serves(server: Running) -> None:
@@ -52,7 +42,7 @@ def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> Non
     with running(engine, write_timeout_s=0.2) as server, contextlib.ExitStack() as stack:
         body = completion(max_tokens=100_000, stream=True, prompt="x" * 500)
         for _ in range(3):
-            stack.enter_context(server.connect(receive_buffer=1024)).sendall(request(body))
+            stack.enter_context(server.connect(receive_buffer=1024)).sendall(post(body, close=False))
         until(lambda: len(engine.submitted) == 3)
         until(lambda: len(engine.answers) == 0, 90)
         assert len(engine.aborted) == 3
@@ -66,7 +56,7 @@ def unread_bytes(connection: Any) -> int:
 def test_a_late_reader_gets_the_whole_stream_of_which_few_bytes_are_held() -> None:
     engine = FakeEngine(info=LONG)
     with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
-        sock.sendall(request(completion(max_tokens=50_000, stream=True), b"connection: close\r\n"))
+        sock.sendall(post(completion(max_tokens=50_000, stream=True)))
         until(lambda: any(map(unread_bytes, server.call(lambda: list(server.listener.connections)))))
         until(lambda: len(engine.answers) == 0, 90)  # the engine is done, the client has read nothing
         (connection,) = server.call(lambda: list(server.listener.connections))
@@ -87,7 +77,7 @@ def test_a_client_that_leaves_has_its_request_aborted_without_a_warning(
     with running(engine) as server:
         sock = server.connect()
         body = json.dumps({"model": MODEL, "stream": stream, **fields}).encode()
-        sock.sendall(request(body).replace(b"/v1/completions", path.encode(), 1))
+        sock.sendall(post(body, close=False).replace(b"/v1/completions", path.encode(), 1))
         until(lambda: len(engine.answers) == len(ids))
         sock.close()
         until(lambda: len(engine.answers) == 0)  # long before its 900 tokens are there, or nothing would be aborted
@@ -106,7 +96,8 @@ def test_a_client_may_leave_at_any_byte() -> None:
     choose = random.Random(7)
     with running(engine) as server:
         for _ in range(60):
-            whole = request(completion(max_tokens=choose.randint(1, 60), stream=choose.random() < 0.5, n=2))
+            body = completion(max_tokens=choose.randint(1, 60), stream=choose.random() < 0.5, n=2)
+            whole = post(body, close=False)
             with server.connect() as sock:
                 sock.sendall(whole[: choose.randint(0, len(whole) * 2)])
                 if choose.random() < 0.5:

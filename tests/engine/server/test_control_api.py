@@ -66,38 +66,26 @@ def test_a_refusal_names_the_field_and_changes_nothing(server: Running, tmp_path
     assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_a_pause_keeps_awaits_or_ends_running_requests(server: Running) -> None:
-    long = {"max_tokens": 2000, "ignore_eos": True}
-    kept = ask(server, **long)
+@pytest.mark.parametrize("mode", ["keep", "wait", ""], ids=["keep", "wait", "abort by default"])
+def test_a_pause_keeps_awaits_or_ends_running_requests(server: Running, mode: str) -> None:
+    first = ask(server, max_tokens=4000, ignore_eos=True)
     until(lambda: server.engine.stats.num_running == 1)
-    for body in ({}, {"mode": "keep"}):  # the query and the body are one set of fields
-        assert server.http.post("/pause?mode=keep&mode=keep", json=body).json() == {"status": "paused"}
-    assert server.http.post("/pause", json={"mode": "keep"}).json() == {"status": "paused"}
+    query, body = (f"?mode={mode}&mode={mode}", {"mode": mode}) if mode else ("", {})
+    for each in ({}, body):  # the query and the body are one set of fields
+        assert server.http.post(f"/pause{query}", json=each).json() == {"status": "paused"}
+    assert server.http.post("/pause", json=body).json() == {"status": "paused"}
     assert server.http.get("/is_paused").json() == {"is_paused": True}
     assert server.http.get("/health").status_code == 200
     ready = server.http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "the engine is paused"})
-    assert server.http.post("/sleep?mode=keep", json={"level": 1}).json() == {"status": "asleep"}
-    assert server.http.post("/wake_up", json={}).json() == {"status": "awake"}
-    assert kept.result(60)["finish_reason"] == "length"
-
-    server.http.post("/pause?mode=keep")
+    if mode != "keep":
+        assert first.result(60)["finish_reason"] == ("length" if mode else "abort")
+        until(lambda: len(server.engine.answers) == 0)
     waiting = ask(server)
-    until(lambda: len(server.engine.answers) == 1)
+    until(lambda: len(server.engine.answers) > 0)
     assert server.http.post("/resume").json() == {"status": "resumed"}
-    assert waiting.result(60)["finish_reason"] == "length"
-    assert server.http.get("/ready").status_code == 200
-
-    awaited = ask(server, **long)
-    until(lambda: len(server.engine.answers) == 1)
-    assert server.http.post("/pause?mode=wait").json() == {"status": "paused"}
-    assert awaited.result(60)["finish_reason"] == "length" and len(server.engine.answers) == 0
-    server.http.post("/resume")
-
-    ended = ask(server, **long)
-    until(lambda: server.engine.stats.num_running == 1)
-    assert server.http.post("/pause").json() == {"status": "paused"}
-    assert ended.result(60)["finish_reason"] == "abort" and len(ended.result()["token_ids"]) < 2000
+    assert waiting.result(60)["finish_reason"] == "length" and server.http.get("/ready").status_code == 200
+    assert (len(first.result(60)["token_ids"]) < 4000) is (not mode)
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
 

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from starlette.applications import Starlette
 
+from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
@@ -261,3 +262,12 @@ def test_a_taken_port_is_an_error_that_names_it_at_a_second_address_too(
 def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})
+
+
+def test_a_key_of_the_environment_is_accepted_too_and_an_empty_one_is_an_error() -> None:
+    assert resolve(ServerConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b"}).api_keys == ("a", "b")
+    with pytest.raises(ValueError, match="PENSTOCK_API_KEY is set but empty"):
+        resolve(ServerConfig(), {"PENSTOCK_API_KEY": ""})
+    for key, message in (("", "not empty"), ("two words", "without spaces")):
+        with pytest.raises(ValueError, match=message):
+            Keys([key])

@@ -105,6 +105,7 @@ def requests() -> Iterator[tuple[str, dict[str, Any], str, str]]:
         yield complete, {"prompt": "abc", field: value}, field, words
     for value, param, words in table(__file__, "peers"):
         yield complete, {"prompt": "abc", "kv_transfer_params": value}, param, words
+        yield chat, {"messages": [MESSAGE], "kv_transfer_params": value}, param, words
     for fields, param, words in table(__file__, "grammars"):
         for stream in (False, True):
             yield complete, {"prompt": "abc", "stream": stream, **fields}, param, words
