@@ -22,7 +22,6 @@ from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import StepResult
 from tests.support.oracle_engine import oracle_llm
-from tests.support.programs import printed
 from tests.support.refusals import table
 from tests.support.simulation import alone, submit
 
@@ -243,13 +242,6 @@ def test_none_among_parameters_stands_for_those_of_the_models_authors(llm: LLM) 
     assert len(mixed[1].outputs[0].token_ids) == len(alone[0].outputs[0].token_ids) != 3
 
 
-def test_the_prompts_logprobs_of_one_token_are_none_for_it(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    (result,) = llm.generate([[1]], params, use_tqdm=False)
-    assert result.prompt_logprobs == [None]
-    assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].prompt_logprobs is None
-
-
 def test_numbers_of_other_libraries_give_what_pythons_own_give(llm: LLM) -> None:
     plain: dict[str, Any] = {"n": 2, "temperature": 0.5, "top_k": 3, "seed": 7, "max_tokens": 4, "min_p": 0.25}
     plain |= {"logprobs": 0, "stop_token_ids": [9], "banned_token_ids": [2, 3], "logit_bias": {3: 1.5}}
@@ -273,8 +265,3 @@ def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) ->
     params = SamplingParams(temperature=1.0, max_tokens=2, n=3)
     assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 0
     assert llm.generate([[7] * 40], params)[0].num_cached_tokens == 32
-
-
-def test_importing_the_llm_does_not_import_jinja2_or_llguidance() -> None:
-    code = "import sys; from penstock import LLM; print(*{'jinja2', 'llguidance'} & {*sys.modules})"
-    assert printed(code) == ""

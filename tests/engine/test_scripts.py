@@ -88,6 +88,9 @@ def log_probabilities(llm: LLM) -> None:
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     scored = llm.generate(PROMPTS[0], SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
     assert scored.prompt_logprobs == output.prompt_logprobs and scored.outputs[0].token_ids == []
+    for count, expected in ((0, [None]), (None, None)):
+        (one,) = llm.generate([[1]], SamplingParams(max_tokens=1, prompt_logprobs=count))
+        assert one.prompt_logprobs == expected
 
 
 def chat(llm: LLM) -> None:

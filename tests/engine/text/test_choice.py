@@ -16,7 +16,6 @@ from tests.support import text_samples as samples
 from tests.support.refusals import cases
 
 LETTERS = {token_id: chr(token_id) for token_id in range(128)}
-EOS = 128
 
 
 class Letters:

@@ -1,4 +1,7 @@
-"""Chat templates: rendered as transformers renders them, errors that name what was wrong, and tools as text."""
+"""Chat templates: rendered as transformers renders them, errors that name what was wrong, and tools as text.
+
+Hostile ones find no way out of the sandbox, and one that fails is reported as a fault of the messages.
+"""
 
 import json
 from collections.abc import Callable
@@ -111,25 +114,14 @@ def test_the_caller_s_messages_are_not_changed() -> None:
     assert json.dumps(messages) == before
 
 
-@pytest.mark.parametrize(("messages", "field", "sentence"), table(__file__, "messages"))
-def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: str, sentence: str) -> None:
+REFUSED = [(messages, {}, *rest) for messages, *rest in table(__file__, "messages")]
+REFUSED += [([USER], options, *rest) for options, *rest in table(__file__, "options")]
+
+
+@pytest.mark.parametrize(("messages", "options", "field", "sentence"), REFUSED)
+def test_a_malformed_message_or_option_is_named(messages: Any, options: Any, field: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(ECHO).render(messages_of(messages))
-    assert caught.value.field == field
-    assert sentence in str(caught.value)
-
-
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize(("options", "field", "sentence"), table(__file__, "options", nested=nested))
-def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: str, sentence: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(ECHO, SPECIAL).render(HELLO, **options)
+        ChatTemplate(ECHO, SPECIAL).render(messages_of(messages), **options)
     assert caught.value.field == field
     assert sentence in str(caught.value)
 
@@ -190,7 +182,7 @@ def test_the_operator_s_variables_hold_unless_a_request_sets_them(tmp_path: Path
     assert template.digest != plain.digest == ChatTemplate(source, tokenizer.special_tokens, {}).digest
 
 
-@pytest.mark.parametrize(("defaults", "source", "words"), table(__file__, "defaults", nested=nested))
+@pytest.mark.parametrize(("defaults", "source", "words"), table(__file__, "defaults"))
 def test_a_variable_that_can_have_no_default_is_refused(
     tmp_path: Path, defaults: dict[str, Any], source: str | None, words: str
 ) -> None:
@@ -264,3 +256,50 @@ def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> Non
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>' in text
     assert text.count("user: ") == 2 and text.count('<tool_response>\n{"°C": 7}\n</tool_response>') == 2
     assert "tool: " not in text
+
+
+# Hostile templates.
+
+
+ESCAPES = dict(cases(__file__, "escapes"))
+
+
+@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
+def test_a_template_that_reaches_out_fails(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="SecurityError|UndefinedError|no loader"):
+        ChatTemplate(source).render(HELLO)
+
+
+@pytest.mark.parametrize("source", cases(__file__, "undefined"))
+def test_names_that_a_template_may_not_see_are_undefined(source: str) -> None:
+    assert ChatTemplate(source).render(HELLO) in ("", "[Undefined]")
+
+
+@pytest.mark.parametrize(("source", "sentence"), cases(__file__, "not compiled"))
+def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded(source: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=f"chat template 'default'.*{sentence}"):
+        ChatTemplate(source)
+
+
+def test_endless_recursion_ends() -> None:
+    with pytest.raises(InvalidRequest, match="RecursionError"):
+        ChatTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").render(HELLO)
+
+
+@pytest.mark.parametrize("source", cases(__file__, "endless"))
+def test_a_template_that_takes_too_long_is_ended_and_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.text.render_time.RENDER_S", 0.2)
+    template = ChatTemplate(source)
+    with pytest.raises(InvalidRequest, match="chat template takes longer than 0.2 s to render them"):
+        template.render(HELLO)
+
+
+@pytest.mark.parametrize("source", cases(__file__, "large"))
+def test_a_single_operation_of_a_template_cannot_take_long(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="OverflowError: a (power|repetition) of more than"):
+        ChatTemplate(source).render(HELLO)
+
+
+def test_a_range_beyond_the_sandbox_s_own_limit_fails() -> None:
+    with pytest.raises(InvalidRequest, match="OverflowError: Range too big"):
+        ChatTemplate("{% for i in range(10 ** 9) %}{% endfor %}").render(HELLO)

@@ -1,4 +1,5 @@
-"""Tokenizers of model folders: their ends of texts and special tokens, the files that are refused, and their export."""
+"""Tokenizers of model folders: their ends of texts and special tokens, the files that are refused, and their export; and
+`LLM.get_tokenizer()`, which has the interface of transformers."""
 
 import json
 from collections.abc import Callable
@@ -9,16 +10,18 @@ from typing import Any
 import pytest
 from benchmarks.export import save_tokenizer
 
+from penstock.engine.front.hf_interface import FamiliarTokenizer
+from penstock.engine.front.python_messages import messages_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
 from penstock.engine.text.model_text import load_tokenizer
+from penstock.engine.text.prompt import chat_prompt
+from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support import text_samples as samples
-from tests.support.programs import printed
-from tests.support.refusals import cases
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.chat_samples import CALL, RESULT, TOOLS, USER
+from tests.support.refusals import cases, table
 
 
 def load(folder: Path) -> Tokenizer:
@@ -43,17 +46,10 @@ def test_named_tokens_are_special_even_if_tokenizer_json_does_not_say_so(tmp_pat
     assert tokenizer.encode("<think>") == [size]
 
 
-@pytest.mark.parametrize(
-    ("listed", "sentence"),
-    [
-        ({"777": {"content": "<think>"}}, r"gives '<think>' the id 777, tokenizer.json leads to \d+;"),
-        (["<think>"], "added_tokens_decoder in tokenizer_config.json"),
-        ({"x": {"content": "<think>"}}, "added_tokens_decoder in tokenizer_config.json"),
-        ({"777": "<think>"}, "added_tokens_decoder in tokenizer_config.json"),
-    ],
-)
-def test_a_malformed_list_of_added_tokens_is_refused(tmp_path: Path, listed: object, sentence: str) -> None:
-    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"added_tokens_decoder": listed})
+@pytest.mark.parametrize(("name", "content", "sentence"), table(__file__, "tokenizers"))
+def test_a_malformed_file_of_a_tokenizer_is_refused(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+    folder = samples.folder(tmp_path, samples.byte_level())
+    (folder / name).write_bytes(content)
     with pytest.raises(ModelError, match=sentence):
         load(folder)
 
@@ -92,13 +88,6 @@ def test_an_id_that_no_vocabulary_has_is_the_request_s_fault(tmp_path: Path, tok
     tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
     with pytest.raises(InvalidRequest, match=f"tokens: {token_id} is not a token id"):
         tokenizer.decode([token_id])
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "Pickle"}}', b"\xff\xfe", b"[" * 100_000])
-def test_a_broken_tokenizer_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    (samples.folder(tmp_path, samples.byte_level()) / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ModelError, match="tokenizer.json is not a tokenizer"):
-        load(tmp_path)
 
 
 def test_a_folder_without_any_vocabulary_says_so(tmp_path: Path) -> None:
@@ -180,11 +169,31 @@ def test_transformers_loads_a_saved_tokenizer_and_tokenizes_alike(tmp_path: Path
     assert (again.special_tokens, again.chat_templates) == (ours.special_tokens, ours.chat_templates)
 
 
-def test_the_text_room_needs_neither_torch_nor_transformers_nor_numpy() -> None:
-    code = (
-        "import sys\n"
-        "import penstock.engine.text.template, penstock.engine.text.tokenizer, penstock.engine.text.hf_tokenizer\n"
-        "import penstock.engine.text.gguf_tokenizer, penstock.engine.front.answer, penstock.engine.model_files\n"
-        "print(*({'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
-    )
-    assert printed(code) == ""
+LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def familiar(folder: Path) -> FamiliarTokenizer:
+    return FamiliarTokenizer(load(folder), ChatTemplate(LINES))
+
+
+def test_the_end_token_is_the_tokenizer_s_own(tmp_path: Path) -> None:
+    config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    generation = {"eos_token_id": [0, 2]}
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config=config, generation_config=generation)
+    ours, theirs = familiar(folder), import_module("transformers").AutoTokenizer.from_pretrained(folder)
+    assert ours.eos_token == theirs.eos_token == "<|im_end|>"
+    assert ours.eos_token_id == theirs.eos_token_id == 2
+
+
+def test_a_tokenizer_without_an_end_token_has_none_whatever_ends_generation(tmp_path: Path) -> None:
+    folder = samples.folder(tmp_path, samples.byte_level(), generation_config={"eos_token_id": [0, 2]})
+    ours = familiar(folder)
+    assert (ours.eos_token, ours.eos_token_id) == (None, None)
+
+
+def test_tools_that_a_template_does_not_know_are_written_as_text_as_in_a_chat(tmp_path: Path) -> None:
+    ours = familiar(samples.folder(tmp_path, samples.byte_level()))
+    chat: list[dict[str, Any]] = [USER, CALL, RESULT]
+    text = ours.apply_chat_template(chat, tools=TOOLS, tokenize=False)
+    assert isinstance(text, str) and '"weather"' in text and "<tool_response>" in text
+    assert text == chat_prompt(ChatTemplate(LINES), messages_of(chat), add_generation_prompt=False, tools=TOOLS)
