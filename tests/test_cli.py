@@ -1,18 +1,26 @@
-"""The command line: what a user sees of help, versions and mistakes. No torch is loaded for any of it."""
+"""The command line: what a user sees of help, versions and mistakes. No torch is loaded for any of it.
+
+Also the names that `import penstock` offers, and a requirement of the package.
+"""
 
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
 
+import penstock
 from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.commands import serve
+from penstock.engine.sampling_params import SamplingParams
+from tests.support.fork_server import ROOT
 from tests.support.refusals import table
 
 
@@ -40,8 +48,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def test_the_version_and_the_commands_are_shown(run: Run) -> None:
-    version = subprocess.run([sys.executable, "-m", "penstock.cli", "--version"], capture_output=True, text=True)
-    assert version.stdout.strip() == f"penstock {__version__}"
+    printed = subprocess.run([sys.executable, "-m", "penstock.cli", "--version"], capture_output=True, text=True)
+    assert printed.stdout.strip() == f"penstock {__version__}"
     for shown in (run("--help").out, run().err + run().out):
         assert "commands:" in shown and all(command in shown for command in ("serve", "route", "bench", "prove"))
     assert run().code == 2
@@ -104,3 +112,22 @@ def test_what_is_opened_lands_on_no_standard_stream_that_was_closed() -> None:
     )
     done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program], timeout=60)
     assert done.returncode == 13
+
+
+def test_public_names_are_there_and_listed_and_an_unknown_one_is_named() -> None:
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+        assert name in dir(penstock)
+    assert penstock.SamplingParams is SamplingParams
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        penstock.Llm  # noqa: B018
+
+
+def test_uvicorn_has_an_upper_bound_because_its_insides_matter() -> None:
+    """A newer version may change what no interface promises: try it, then raise the bound."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (required,) = (each for each in tomllib.loads(text)["project"]["dependencies"] if each.startswith("uvicorn"))
+    match = re.fullmatch(r"uvicorn>=([\d.]+),<([\d.]+)", required)
+    assert match is not None, required
+    lowest, installed, bound = ([*map(int, each.split("."))] for each in (match[1], version("uvicorn"), match[2]))
+    assert lowest <= installed < bound

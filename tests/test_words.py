@@ -1,4 +1,4 @@
-"""Names are unique, classes of the product and files of a room, and all texts are in plain English."""
+"""Names are unique, classes of the product and files of a room; all texts are in plain English; the tests' index is whole."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tests.size import ROOT, source_files
 
 ROOMS = ("engine", "executor", "cache", "eplb", "router", "prove")
+SUPPORT = ROOT / "tests/support"
 PLAIN = (*ROOMS, "benchmarks", "csrc", "src", "tests")
 CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
 # Names that do not tell what they hold.
@@ -64,3 +65,16 @@ def test_no_function_parameter_attribute_and_field_has_a_name_that_says_nothing(
         if name.strip("_") in VAGUE
     ]
     assert vague == [], "name each by what it holds"
+
+
+def test_every_file_of_support_is_in_its_index_once() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", (SUPPORT / "README.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
+    assert sorted(listed) == sorted(path.name for path in SUPPORT.glob("*.[hp]*") if path.name != "__init__.py")
+
+
+def test_the_folders_and_files_of_tests_that_use_them_exist() -> None:
+    users = re.findall(r"\| (`[^|]*`) \|$", (SUPPORT / "README.md").read_text(), re.MULTILINE)
+    named = {name for cell in users for name in re.findall(r"`(.+?)`", cell)}
+    tests = SUPPORT.parent
+    assert {name for name in named if not any(any(at.glob(name)) for at in (tests, SUPPORT, tests.parent))} == set()

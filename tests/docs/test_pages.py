@@ -1,6 +1,8 @@
-"""The pages are right about flags, files and commands."""
+"""The pages are right about flags, files and commands, and start-up failures print what docs/quickstart.md says."""
 
+import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -83,7 +85,7 @@ def test_every_command_is_named_in_the_readme() -> None:
     assert [name for name in cli._COMMANDS if f"penstock {name}" not in text] == []
 
 
-def test_the_page_for_users_of_vllm_names_ignored_and_replaced_flags_and_second_names() -> None:
+def test_the_page_for_users_of_vllm_names_ignored_and_replaced_flags() -> None:
     text = (ROOT / "docs" / "from-vllm.md").read_text()
     ignored = [*("--" + name.replace("_", "-") for name in IGNORED | REPLACED), *REPLACED_SAMPLING]
     kinds = (ServerConfig, EngineOptions)
@@ -95,3 +97,27 @@ def test_the_page_for_users_of_vllm_names_ignored_and_replaced_flags_and_second_
 def test_servers_listen_to_this_machine_alone_unless_told_otherwise(command: str) -> None:
     needed = ["--backend", "http://127.0.0.1:1"] if command == "penstock route" else []
     assert KNOWN[command].parse_args(needed).host == "127.0.0.1"
+
+
+ROWS = re.findall(r"^\| `penstock (serve[^`]*)` \| (.*?) \|", (ROOT / "docs/quickstart.md").read_text(), re.MULTILINE)
+SLOW = re.compile("max-model-len|device|tensor-parallel-size|kv-cache-bytes")  # seconds each: they import torch
+assert len(ROWS) >= 10, "the table of the page cannot be read"
+CASES = [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * bool(SLOW.search(row[0]))) for row in ROWS]
+
+
+@needs_model
+@pytest.mark.parametrize(("command", "message"), CASES)
+def test_a_failed_start_prints_the_message_on_the_page(
+    command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no_weights").mkdir()
+    (tmp_path / "no_weights" / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = {"PORT": str(taken.getsockname()[1]), "DIR": str(tmp_path)}
+        values |= {"EMPTY": str(tmp_path / "empty"), "NO_WEIGHTS": str(tmp_path / "no_weights")}
+        code = cli.main([values.get(word, word) for word in command.split()])
+        expected = message.replace("PORT", values["PORT"])
+    assert code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
