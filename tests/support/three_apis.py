@@ -39,6 +39,14 @@ def logprobs_of(entries: list[Json]) -> tuple[Logprob, ...]:
     )
 
 
+def arguments_of(text: str) -> Any:
+    """Read the arguments of a call; those that are cut off stay a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 # Chats.
 
 
@@ -55,7 +63,7 @@ def whole_chat(reply: Json) -> Seen:
     for call in message.get("tool_calls", ()):
         assert re.fullmatch("call_[a-f0-9]{24}|[a-z0-9]{9}", call["id"])
         is_custom, function = call["type"] == "custom", call[call["type"]]
-        calls.append((function["name"], function["input"] if is_custom else json.loads(function["arguments"])))
+        calls.append((function["name"], function["input"] if is_custom else arguments_of(function["arguments"])))
     assert message["content"] != "", "an empty text is null"
     return Seen(
         message.get("reasoning_content", ""),
@@ -83,7 +91,7 @@ def streamed_chat(events: list[Json]) -> Seen:
         parts[call["index"]][1] += call[kind][field]
     assert [choice["finish_reason"] is None for choice in choices] == [True] * (len(choices) - 1) + [False]
     reasoning, text = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
-    calls = [(name, text if kind == "custom" else json.loads(text)) for name, text, kind in parts]
+    calls = [(name, text if kind == "custom" else arguments_of(text)) for name, text, kind in parts]
     logprobs = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     end, usage = choices[-1], chat_usage(events[-1]["usage"])
     return Seen(reasoning, text, calls, end["finish_reason"], usage, end["stop_reason"], logprobs_of(logprobs))
@@ -107,7 +115,7 @@ def whole_response(reply: Json) -> Seen:
         for kind in ("reasoning", "message")
     }
     reasoning, text = ("".join(part["text"] for part in parts[kind]) for kind in ("reasoning", "message"))
-    calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+    calls = [(item["name"], arguments_of(item["arguments"])) for item in items if item["type"] == "function_call"]
     calls += [(item["name"], item["input"]) for item in items if item["type"] == "custom_tool_call"]
     cut_off = {"reason": "max_output_tokens"} if reply["status"] == "incomplete" else None
     assert reply["incomplete_details"] == cut_off

@@ -198,18 +198,6 @@ def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server: Running) ->
         assert [piece["usage"]["completion_tokens"] for piece in pieces] == [1, 2, 3]
 
 
-def test_template_variables_reach_the_template(server: Running) -> None:
-    def prompt(**fields: object) -> str:
-        server.chat(max_tokens=1, **fields)
-        return server.prompt
-
-    assert prompt(chat_template_kwargs={"enable_thinking": False}) == "user: hello\n[thinking False]>"
-    assert prompt(reasoning_effort="low") == "user: hello\n[thinking True][effort low]>"
-    assert prompt(verbosity="low") == "user: hello\n>"
-    assert prompt(add_generation_prompt=False) == "user: hello\n"
-    assert prompt(continue_final_message=True) == "user: hello"
-
-
 @pytest.mark.parametrize("name", APIS)
 def test_the_operator_s_template_variables_reach_the_template_in_every_api(name: str) -> None:
     source = "{% for m in messages %}{% endfor %}{{ enable_thinking }} {{ level }}"
@@ -229,6 +217,7 @@ def test_verbosity_reaches_a_template_that_has_it_and_is_named_elsewhere(server:
         assert bytes(short.post("/tokenize", body).json()["tokens"]) == b"low"
     for path in ("/v1/chat/completions", "/tokenize"):
         assert server.post(path, body).headers["x-penstock-ignored"] == "verbosity"
+    assert server.prompt == "user: x\n>"
 
 
 def test_fields_of_the_prompt_that_a_whole_answer_lacks_are_null(server: Running) -> None:

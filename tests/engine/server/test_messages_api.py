@@ -88,11 +88,6 @@ def test_the_package_reads_the_list_of_models(qwen: Running, client: Any) -> Non
 # Without it.
 
 
-def test_an_answer_goes_on_from_the_last_message_of_the_assistant(qwen: Running) -> None:
-    assert post(qwen, messages=[*HI, {"role": "assistant", "content": "Well"}]).status_code == 200
-    assert qwen.prompt.endswith("Well")
-
-
 def test_half_a_character_sends_no_piece() -> None:
     """A router is answered with the first piece; an empty one would come before there is an answer."""
     call = SimpleNamespace(reports=False, answers=[Arriving()])
@@ -157,12 +152,3 @@ def test_two_conversations_of_claude_code_share_their_prefix(qwen: Running) -> N
     shared = prompts[0].partition("Fix it.")[0]
     assert "You are an agent." in shared and '"weather"' in shared
     assert prompts[1].startswith(f"{shared}Add a test.")
-
-
-@pytest.mark.parametrize(
-    "system",
-    [BILLING, [{"type": "text", "text": f"{BILLING}\nBe brief."}], [{"type": "text", "text": f"See {BILLING}"}]],
-)
-def test_no_other_system_text_is_left_out(qwen: Running, system: Any) -> None:
-    assert post(qwen, system=system).status_code == 200
-    assert (system if isinstance(system, str) else system[0]["text"]) in qwen.prompt

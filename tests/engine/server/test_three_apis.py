@@ -157,24 +157,6 @@ def test_an_answer_is_read_and_a_request_is_held_to_its_options(
         assert outputs is None and options["grammar"] is None
 
 
-def test_a_call_that_a_token_cuts_off_ends_like_one_that_the_length_cuts_off(servers: dict[str, Running]) -> None:
-    case, server = TABLE["cases"]["a stop string in a required call"], servers["qwen"]
-    server.engine.reply = case["reply"]
-    options: tuple[dict[str, Any], ...] = ({}, TABLE["options"]["must call"]["chat"])
-    for option in options:
-        for name in ("chat", "responses"):
-            for limit in ({"stop_token_ids": [ord("U")]}, {APIS[name].limit: case["reply"].index("Ulm")}):
-                reply = APIS[name].ask(server, **TABLE["options"]["tools"][name], **option, **limit).json()
-                (choice,) = reply.get("choices", [None])
-                (call,) = [call["function"] for call in choice["message"]["tool_calls"]] if choice else reply["output"]
-                assert (call["name"], call["arguments"]) == ("weather", '{"city": "'), name
-                if choice:
-                    assert choice["finish_reason"] == "length"
-                else:
-                    assert (reply["status"], call["status"]) == ("incomplete", "incomplete")
-                    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
-
-
 # Fields that clients send back inside messages and tools, from other servers or for them.
 CLIENT_FIELDS: dict[str, Any] = {
     "id": "msg_1",

@@ -70,16 +70,10 @@ def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen: Ru
     assert [piece for piece in pieces if piece] == [*'{"city": "Ulm"}{}'], "one byte a step"
 
 
-def test_special_tokens_are_shown_to_the_reader_alone(servers: dict[str, Running]) -> None:
-    server = servers["mistral"]
-    server.engine.reply = "a<eos>[TOOL_CALLS]!"
-    fields = {"ignore_eos": True, "max_tokens": 4}
-    assert server.chat(messages=MESSAGES, **fields).json()["choices"][0]["message"]["content"] == "a!"
-    message = server.chat(messages=MESSAGES, tools=TOOLS, **fields).json()["choices"][0]["message"]
-    assert message["content"] == "a[TOOL_CALLS]!"  # no call begins like this
-    server.engine.reply = "[TOOL_CALLS]clock[ARGS]{}"
-    (call,) = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
-    assert re.fullmatch("[a-z0-9]{9}", call["id"]), "Mistral's templates refuse longer ones"
+def test_ids_of_calls_are_as_short_as_the_templates_of_mistral_need(servers: dict[str, Running]) -> None:
+    servers["mistral"].engine.reply = "[TOOL_CALLS]clock[ARGS]{}"
+    (call,) = servers["mistral"].chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch("[a-z0-9]{9}", call["id"]), "the templates refuse longer ones"
 
 
 # Grammars.
@@ -140,22 +134,6 @@ def test_a_grammar_that_only_the_core_refuses_is_a_400(qwen: Running, monkeypatc
 
 
 # Reasoning.
-
-
-@pytest.mark.parametrize("as_parts", [False, True])
-def test_a_begun_message_says_whether_reasoning_goes_on(qwen: Running, as_parts: bool) -> None:
-    thought = "<think>\nA thought that is much longer than the last sixteen tokens of the prompt"
-    form = {"continue_final_message": True, "structured_outputs": {"choice": ["yes", "no"]}}
-    for begun, reply, reasoning, content in (
-        (thought, " goes on.</think>\n\nYes.", "goes on.", "Yes."),
-        (f"{thought}.\n</think>\n\nThe answer is longer than sixteen tokens too, and it is", " yes.", None, " yes."),
-    ):
-        qwen.engine.reply = reply
-        last = {"role": "assistant", "content": [{"type": "text", "text": begun}] if as_parts else begun}
-        message = qwen.chat(messages=[*MESSAGES, last], continue_final_message=True).json()["choices"][0]["message"]
-        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
-        qwen.chat(messages=[*MESSAGES, last], **form)
-        assert ("thoughts" in (grammar_of(qwen) or "")) == (reasoning is not None)
 
 
 def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
