@@ -119,14 +119,6 @@ def test_an_empty_turn_begins_nothing(qwen: Running, content: Any) -> None:
     assert post(qwen, messages=[*HI, last, *HI]).status_code == 200
 
 
-def test_tools_that_run_at_anthropic_are_left_out_and_named(qwen: Running) -> None:
-    qwen.engine.reply = "Hello."
-    tools = [{"type": "web_search_20250305", "name": "web_search"}, TOOL, {"type": "web_fetch_20260318", "name": "f"}]
-    answer = post(qwen, tools=tools, speed="fast")
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-penstock-ignored"] == "speed, tools:web_search_20250305, tools:web_fetch_20260318"
-
-
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
 def test_a_thread_is_refused_so_that_clients_send_all_messages(qwen: Running, thread: Any) -> None:
     answer = post(qwen, thread=thread)

@@ -220,15 +220,6 @@ def test_a_request_of_codex_is_answered_and_names_the_tools_left_out(qwen: Runni
     assert r'Edits.\n\nThe input has to match this Lark grammar:\nstart: \"*** Begin Patch\""' in qwen.prompt
 
 
-def test_parts_of_calls_of_skipped_tools_are_skipped_and_named(server: Running) -> None:
-    include = ["web_search_call.action.sources", "file_search_call.results", "message.output_text.logprobs"]
-    body = {"model": MODEL, "input": "Hi", "tools": [{"type": "web_search"}], "include": [*include, include[0]]}
-    answer = server.post("/v1/responses", body)
-    assert answer.status_code == 200 and answer.json()["output"][0]["content"][0]["logprobs"]
-    named = ["tools:web_search", *(f"include:{part}" for part in include[:2])]
-    assert answer.headers["x-penstock-ignored"] == ", ".join(named)
-
-
 @pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop_token_ids": [ord("U")]}])
 @pytest.mark.parametrize(("tool", "field"), [(TOOL, "city"), (PATCH, "input")])
 def test_a_conversation_goes_on_after_a_call_that_was_cut_off(
