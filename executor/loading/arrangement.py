@@ -11,8 +11,10 @@ a byte has the codes i and i + 16 of 32 neighbours instead of 2 i and 2 i + 1.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,6 +47,10 @@ class Arrangement:
 
 
 AS_LLAMA = Arrangement()
+# The arrangements that are the same for all models of a family, plain data.
+ARRANGEMENTS = msgspec.json.decode(
+    Path(__file__).with_name("arrangements.json").read_bytes(), type=dict[str, Arrangement]
+)
 
 
 def stacked_experts(gate_up: str, down: str, prefix: str = "") -> tuple[Joined, Joined]:

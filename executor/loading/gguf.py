@@ -1,11 +1,14 @@
 """Presents a GGUF file as a Hugging Face checkpoint: its config, tensor names and tensor values.
 
-llama.cpp's converter renames every tensor, permutes the rows of Llama's q and k for its own RoPE, and adds one to
-Gemma's norms. This module reverts all of it, so that the model loader has to support only one layout.
+llama.cpp's converter renames every tensor, permutes the rows of Llama's q and k for its own RoPE, adds one to the norms
+of Gemma and Qwen3.5, puts value heads of the gated delta rule into another order, and stores the decay of recurrent
+layers as it is used. This module reverts all of it, so that the model loader has to support only one layout.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections import ChainMap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,34 +18,48 @@ from torch import Tensor
 from penstock.executor.gguf_header import GgufFile, open_gguf
 from penstock.executor.kernels.stored_formats import Ggml
 from penstock.executor.kernels.weight import CPU, Weight
-from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, config_of
-from penstock.executor.moe_spec import PROJECTIONS
+from penstock.executor.loading.gguf_config import BY_TYPE, FACTORS, TABLES, config_of
 from penstock.executor.protocol import ExecutorError
+
+
+class _Order(NamedTuple):
+    """The order of rows in the file, or of columns, from `start` on. Our tensor has the units of a group, which are `size`
+    rows each, as neighbours; the file has the first units of all groups, then their second ones, and so on."""
+
+    repeats: int  # parts of the tensor that have such groups each; unused for columns: there, each row has them
+    groups: int
+    size: int = 1
+    start: int = 0
+    of_columns: bool = False
+
+    def divides(self, shape: tuple[int, ...]) -> bool:
+        num = shape[-1 if self.of_columns else 0] - self.start
+        return num >= 0 and num % (self.repeats * self.groups * self.size) == 0
 
 
 class _Source(NamedTuple):
     """The tensor of the file that contains an HF tensor, and how the converter changed it."""
 
     name: str
-    permuted_heads: int = 0  # number of heads whose rows are interleaved; 0: the rows are not permuted
+    order: _Order | None = None
     plus_one: bool = False
     expert: tuple[int, int] | None = None  # (index, count): the file's tensor stacks `count` tensors
-    is_row: bool = False  # a matrix of one row, which the file has as a vector
     parts: tuple[str, ...] = ()  # the tensors of transposed keys and of values per head; then `name` is unused
+    change: Callable[[Tensor], Tensor] | None = None  # computes our numbers from those of the file
 
 
 class GgufCheckpoint:
     """Implements `Checkpoint` for a GGUF file. Quantized matrices are read without dequantizing them.
 
-    Raises ExecutorError if a tensor is missing or unknown. Shapes are those of the file, which its reader compares.
+    Raises ExecutorError for a tensor that the architecture does not have. Shapes are those of the file; the loader compares
+    them, and notices missing tensors and those of features that the config does not have.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
         self.has_codes = any(entry.type.is_quantized for entry in self._file.tensors.values())
-        self._sources = _sources(self.config, self._file.tensors)
-        _check(self._file, self._sources)
+        self._sources = _sources(self.config, self._file)
 
     def names(self) -> list[str]:
         return list(self._sources)
@@ -54,9 +71,9 @@ class GgufCheckpoint:
         if source.parts:
             (heads, rank, nope), (_, value, _) = (self._file.tensors[part].shape for part in source.parts)
             return heads * (nope + value), rank
+        if source.change is not None:
+            return tuple(self._read(source).shape)
         shape = self._file.tensors[source.name].shape
-        if source.is_row:
-            return 1, shape[-1]
         return shape if source.expert is None else shape[1:]
 
     def read(self, name: str) -> Tensor | Weight:
@@ -64,17 +81,26 @@ class GgufCheckpoint:
 
     def _read(self, source: _Source) -> Tensor | Weight:
         if source.parts:
-            keys, values = (self._float_tensor(part) for part in source.parts)
+            keys, values = (self._float_tensor(_Source(part)) for part in source.parts)
             return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        if source.change is not None:
+            return source.change(self._float_tensor(source._replace(change=None)))
         entry, shape = self._file.tensors[source.name], self._shape(source)
         index, of = source.expert or (0, 1)
         size = entry.size_bytes // of
         offset = entry.offset + index * size
         raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=offset)
-        if source.permuted_heads:
-            # The file stores the rows i and i + dim/2 of a head next to each other.
-            rows = raw.view(source.permuted_heads, -1, 2, raw.numel() // shape[0])
-            raw = rows.transpose(1, 2).reshape(-1)
+        order = source.order
+        if order is not None and order.of_columns:
+            if order.size % entry.type.block:  # a block of codes has columns of several units
+                values = self._float_tensor(source._replace(order=None))
+                return _ordered(values.flatten(), shape[0], order.groups, order.size).view(shape)
+            unit = order.size // entry.type.block * entry.type.size_bytes
+            raw = _ordered(raw, shape[0], order.groups, unit)
+        elif order is not None:
+            row = raw.numel() // shape[0]
+            rest = _ordered(raw[order.start * row :], order.repeats, order.groups, order.size * row)
+            raw = torch.cat((raw[: order.start * row], rest))
         if not entry.type.is_quantized:
             values = raw.view(_FLOATS[entry.type.name]).view(shape)
         else:
@@ -85,121 +111,91 @@ class GgufCheckpoint:
             values = weight.dequantize(CPU, torch.float32).view(shape)
         return values - 1 if source.plus_one else values
 
-    def _float_tensor(self, name: str) -> Tensor:
+    def _float_tensor(self, source: _Source) -> Tensor:
         """Return a tensor of the file as numbers, in its own shape."""
-        read = self._read(_Source(name))
+        read = self._read(source)
         values = read.dequantize(CPU, torch.float32) if isinstance(read, Weight) else read.float()
-        return values.view(self._file.tensors[name].shape)
+        return values.view(self._file.tensors[source.name].shape)
+
+
+def _ordered(stored: Tensor, repeats: int, groups: int, unit: int) -> Tensor:
+    return stored.view(repeats, -1, groups, unit).transpose(1, 2).reshape(-1)
 
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2
+    "output.weight": "lm_head.weight",
+}
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# The file has these in another form: a vector in place of a matrix of one row, the decay instead of its logarithm, or a
+# dimension more or less.
+_CHANGES: dict[str | tuple[str, ...], Callable[[Tensor], Tensor]] = {
+    "shared_expert_gate.weight": lambda vector: vector.reshape(1, -1),
+    ".A_log": lambda decay: decay.neg().log().flatten(),
+    ".D": torch.flatten,
+    ("mixer.norm.weight", "mamba.norm.weight"): torch.flatten,
+    ".conv1d.weight": lambda taps: taps.unsqueeze(1),
+    ".conv.weight": lambda taps: taps.unsqueeze(1),
+}
 
 
-def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
-    """Return HF name → source for every tensor of a model with this config."""
-    family, num_layers = BY_TYPE[config["model_type"]], config["num_hidden_layers"]
-    sources = {
-        "model.embed_tokens.weight": _Source("token_embd.weight"),
-        "model.norm.weight": _Source("output_norm.weight", plus_one=family.plus_one),
-    }
-    if not config["tie_word_embeddings"]:
-        sources["lm_head.weight"] = _Source("output.weight")
-    attention = _latent_attention(config, tensors) if "kv_lora_rank" in config else _attention(config)
-    num_experts = next((config[key] for key in _EXPERT_COUNTS if key in config), 0)
-    norms = {"input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "ffn_norm.weight"}
-    mlps = _mlp("mlp."), _experts(config, num_experts) if num_experts else {}
-    own = {ours: _Source(name) for ours, name in family.renamed.items()}
-    dense, sparse = ({**_sources_of(norms), **attention, **mlp, **own} for mlp in mlps)
-    first_sparse = config.get("first_k_dense_replace", 0) if num_experts else num_layers
-    for index in range(num_layers):
-        at = f"blk.{index}."
-        for name, source in (dense if index < first_sparse else sparse).items():
-            if source.name:
-                parts = tuple(at + part for part in source.parts)
-                has_one = family.plus_one and name.endswith("norm.weight")
-                placed = source._replace(name=at + source.name, parts=parts, plus_one=has_one)
-                sources[f"model.layers.{index}.{name}"] = placed
-    return sources
-
-
-def _sources_of(names: Mapping[str, str]) -> dict[str, _Source]:
-    return {ours: _Source(name) for ours, name in names.items()}
-
-
-def _attention(config: dict[str, Any]) -> dict[str, _Source]:
-    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
-    permuted = heads if BY_TYPE[config["model_type"]].is_permuted else {}
-    return {
-        f"self_attn.{part}_proj.{kind}": _Source(f"attn_{stored}.{kind}", permuted.get(part, 0))
-        for part, stored in {"q": "q", "k": "k", "v": "v", "o": "output"}.items()
-        for kind in (("weight", "bias") if config["attention_bias"] else ("weight",))
-    }
-
-
-def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
-    names = {"kv_a_proj_with_mqa": "kv_a_mqa", "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "kv_b", "o_proj": "output"}
-    of_latents = {"q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b"}
-    names |= {"q_proj": "q"} if config["q_lora_rank"] is None else of_latents
-    found = _sources_of({f"self_attn.{ours}.weight": f"attn_{name}.weight" for ours, name in names.items()})
-    if "blk.0.attn_kv_b.weight" not in tensors:
-        expand = _Source("attn_kv_b.weight", parts=("attn_k_b.weight", "attn_v_b.weight"))
-        found["self_attn.kv_b_proj.weight"] = expand
-    return found
-
-
-def _mlp(
-    prefix: str, stored: str = "", expert: tuple[int, int] | None = None, projections: Sequence[str] = PROJECTIONS
-) -> dict[str, _Source]:
-    """Return the sources of an MLP; `stored` is the suffix of the names in the file."""
-    return {
-        f"{prefix}{name}.weight": _Source(f"ffn_{part}{stored}.weight", expert=expert)
-        for name, part in zip(projections, ("gate", "up", "down"), strict=True)
-    }
-
-
-def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
-    kind = config["model_type"]
-    block, projections = ("block_sparse_moe.", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp.", PROJECTIONS)
-    router = f"{block}router" if kind == "gpt_oss" else f"{block}gate"
-    found = {f"{router}.weight": _Source("ffn_gate_inp.weight")}
-    for index in range(num):
-        found |= _mlp(f"{block}experts.{index}.", "_exps", (index, num), projections)
-    if kind == "gpt_oss":
-        found |= {_bias_of(ours): source._replace(name=_bias_of(source.name)) for ours, source in found.items()}
-    if kind == "deepseek_v3":
-        found[f"{block}gate.e_score_correction_bias"] = _Source("exp_probs_b.bias")
-    if kind == "qwen2_moe":
-        found[f"{block}shared_expert_gate.weight"] = _Source("ffn_gate_inp_shexp.weight", is_row=True)
-        found |= _mlp(f"{block}shared_expert.", "_shexp")
-    elif config.get("n_shared_experts"):
-        found |= _mlp(f"{block}shared_experts.", "_shexp")
-    return found
-
-
-def _bias_of(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
-
-
-def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
-    """Raise ExecutorError unless the file has exactly these tensors, and `read` can divide them."""
+def _sources(config: dict[str, Any], file: GgufFile) -> dict[str, _Source]:
+    """Return HF name → source for every tensor of the file, except those of layers that only draft."""
 
     def error(name: str, reason: str) -> ExecutorError:
         return ExecutorError(f"{file.path}: tensor {name[:80]!r} {reason}")
 
-    known = {"rope_freqs.weight", *FACTORS}
-    for source in sources.values():
-        for name in (names := source.parts or (source.name,)):
-            if name not in file.tensors:
-                raise error(name, "is missing")
-        known.update(names)
-        shape, *values = (file.tensors[name].shape for name in names)
-        if values and not (len(shape) == len(values[0]) == 3 and shape[:2] == values[0][::2]):
-            raise error(name, f"has shape {values[0]}; [heads, value, rank] of the keys {shape} is expected")
-        if source.expert is not None and shape[0] != source.expert[1]:
-            raise error(name, f"has shape {shape}; the metadata says {source.expert[1]} experts")
-        if source.permuted_heads and shape[0] % (2 * source.permuted_heads):
-            raise error(name, f"has shape {shape}; {source.permuted_heads} heads of an even size are expected")
-    for name in file.tensors:
-        if name not in known:
+    family, num_layers = BY_TYPE[config["model_type"]], config["num_hidden_layers"]
+    names = ChainMap(*(TABLES.names[group] for group in (*reversed(family.names), "llama")))
+    orders, num_experts = _orders(config), next((config[key] for key in _EXPERT_COUNTS if key in config), 0)
+    sources: dict[str, _Source] = {}
+    for name in sorted(file.tensors.keys() - {"rope_freqs.weight", *FACTORS}):
+        shape, place = file.tensors[name].shape, re.fullmatch(r"blk\.(\d{1,5})\.(.*)", name)
+        ours = _MODEL.get(name) if place is None else names.get(place[2])
+        index = -1 if place is None else int(place[1])
+        if num_layers <= index < num_layers + config["num_nextn_predict_layers"]:
+            continue
+        if ours is None or index >= num_layers:
             raise error(name, "is not part of a model of this architecture")
+        order = next((order for end, order in orders.items() if ours.endswith(end)), None)
+        if order is not None and not order.divides(shape):
+            raise error(name, f"has shape {shape}, which the model's heads do not divide")
+        change = next((change for end, change in _CHANGES.items() if ours.endswith(end)), None)
+        has_one = family.plus_one and ours.endswith("norm.weight") and not ours.startswith("linear_attn.")
+        source = _Source(name, order, has_one, change=change)
+        ours = ours if place is None else f"model.layers.{index}.{ours}"
+        if "#" in ours:
+            if shape[0] != num_experts:
+                raise error(name, f"has shape {shape}; the metadata says {num_experts} experts")
+            for expert in range(num_experts):
+                sources[ours.replace("#", str(expert))] = source._replace(expert=(expert, num_experts))
+        elif ours not in sources:
+            sources[ours] = source
+        elif name.endswith("attn_v_b.weight"):
+            keys = sources[ours].name
+            heads = file.tensors[keys].shape
+            if not (len(shape) == len(heads) == 3 and heads[:2] == shape[::2]):
+                raise error(keys, f"has shape {heads}; those of the values are {shape}")
+            sources[ours] = source._replace(parts=(keys, name))
+        else:
+            raise error(name, f"and {sources[ours].name!r} are both {ours}")
+    return sources
+
+
+def _orders(config: dict[str, Any]) -> dict[str, _Order]:
+    """Return the tensors, by the ends of their HF names, whose rows or columns have another order in the file."""
+    family, orders = BY_TYPE[config["model_type"]], dict[str, _Order]()
+    if family.is_permuted:  # the rows i and i + dim/2 of a head are neighbours
+        for part, num_heads in {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}.items():
+            orders |= dict.fromkeys((f"{part}_proj.weight", f"{part}_proj.bias"), _Order(num_heads, 2))
+    heads, all_heads = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
+    if heads != all_heads:  # value head i uses key head i modulo their number; with us, neighbours share one
+        keys, size = 2 * heads * config["linear_key_head_dim"], config["linear_value_head_dim"]
+        orders |= dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), _Order(1, heads))
+        orders |= dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), _Order(1, heads, size, keys))
+        orders["in_proj_z.weight"] = _Order(1, heads, size)
+        orders["linear_attn.out_proj.weight"] = _Order(1, heads, size, of_columns=True)
+    return orders

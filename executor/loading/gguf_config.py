@@ -1,161 +1,113 @@
 """Converts a GGUF file's metadata to the config.json of the same model on the hub, and lists families' tensor names.
 
-`FAMILIES` has one row per GGUF architecture: which metadata key each field of its config comes from, and which tensors
-of a layer differ from Llama's. RoPE settings use the older fields (`rope_theta`, `rope_scaling`), which all readers of
+The tables are gguf_families.json, plain data: which metadata key each field of a config comes from, and which tensors of
+a layer differ from Llama's. RoPE settings use the older fields (`rope_theta`, `rope_scaling`), which all readers of
 config.json support. Metadata that is neither read nor known to change nothing is refused, never ignored.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections import ChainMap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from penstock.executor.gguf_header import GgufFile
 from penstock.executor.loading.fields import MISSING, Fields
 from penstock.executor.protocol import ExecutorError
 
 SIGMOID = 2  # expert_gating_func; 1 is the softmax
-MAX_LAYERS = 4096
-MAX_EXPERTS = 4096
 MAX_CONTEXT = 1 << 24  # it is the length of tables
 FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 Config = dict[str, Any]
 
-# Keys of features that are supported only where the key is read. Elsewhere these values turn them off.
-_OFF = {
-    (0,): "logit_scale embedding_scale residual_scale attention.clamp_kqv attention.max_alibi_bias "
-    "attn_logit_softcapping nextn_predict_layers expert_count expert_used_count",
-    (0, 1): "rope.scaling.factor expert_weights_scale expert_gating_func",
-    (1,): "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor",
-}
-# Keys that change nothing: the tensors show the same, or no feature that is supported uses them.
-_PASSED = (
-    "vocab_size feed_forward_length tensor_data_layout pooling_type attention.layer_norm_epsilon "
-    "rope.scaling.original_context_length rope.scaling.finetuned expert_shared_feed_forward_length "
-    "ssm.conv_kernel ssm.state_size ssm.group_count ssm.inner_size ssm.time_step_rank"  # Granite 4 without such layers
-)
+_SIZES = ("attention.head_count_kv", "feed_forward_length")
 
 
-class Key(NamedTuple):
-    """The metadata key of a config field, without the architecture's prefix. `default` may be a function of the fields
-    read before. With `is_optional`, zero or absence becomes None."""
+@dataclass(frozen=True)
+class Key:
+    """The metadata key of a config field, without the architecture's prefix, and the field's default: a value, or the
+    name of another field, or two divided, as text. With `is_optional`, zero or absence becomes None."""
 
-    name: str
-    default: Any = MISSING
-    kind: str = "integer"  # or "number" or "flag"
+    key: str
+    default: bool | int | float | str | UnsetType = UNSET
+    kind: Literal["", "number"] = ""  # otherwise that of the default, or an integer
     low: int = 1
     high: int | None = None
     is_optional: bool = False
-    old_name: str = ""  # the key that older files have instead
+    old_key: str = ""  # the key that other files have instead
+    per: str = ""  # the field that the value is divided by
 
     def read(self, keys: Fields, config: Config) -> Any:
-        keys.pass_over(self.old_name)
-        name = self.old_name if self.old_name and self.name not in keys else self.name
+        keys.pass_over(self.old_key)
+        name = self.old_key if self.old_key and self.key not in keys else self.key
         if self.is_optional and not keys.has_value(name):
             return None
-        default = self.default(config) if callable(self.default) else self.default
-        if self.kind == "flag":
+        default: Any = MISSING if self.default is UNSET else self.default
+        if isinstance(default, str):
+            field, _, divisor = default.partition(" // ")
+            default = config[field] // config[divisor] if divisor else config[field]
+        if isinstance(default, bool):
             return keys.flag(name, default)
-        if self.kind == "number":
+        if self.kind == "number" or isinstance(default, float):
             number = keys.number(name, default)
             return _shortest(number) if name in keys else number
-        return keys.integer(name, default, self.low, self.high)
+        value = keys.integer(name, default, self.low, self.high)
+        if not self.per:
+            return value
+        if value % config[self.per]:
+            raise keys.error(name, value, f"a multiple of {self.per} ({config[self.per]})")
+        return value // config[self.per]
 
 
-_BASE = {
-    "hidden_size": Key("embedding_length"),
-    "intermediate_size": Key("feed_forward_length"),
-    "num_hidden_layers": Key("block_count", high=MAX_LAYERS),
-    "num_attention_heads": Key("attention.head_count"),
-    "num_key_value_heads": Key("attention.head_count_kv", lambda it: it["num_attention_heads"]),
-    "head_dim": Key("attention.key_length", lambda it: it["hidden_size"] // it["num_attention_heads"]),
-    "max_position_embeddings": Key("context_length", high=MAX_CONTEXT),
-    "rms_norm_eps": Key("attention.layer_norm_rms_epsilon", kind="number"),
-    "rope_theta": Key("rope.freq_base", 10000.0, "number"),
-}
-_EXPERTS_USED = {"num_experts_per_tok": Key("expert_used_count")}
-_EXPERTS = _EXPERTS_USED | {"num_local_experts": Key("expert_count", high=MAX_EXPERTS)}
-_QWEN_MOE = _EXPERTS_USED | {
-    "num_experts": Key("expert_count", high=MAX_EXPERTS),
-    "moe_intermediate_size": Key(
-        "expert_feed_forward_length", lambda it: it["intermediate_size"] // it["num_experts_per_tok"]
-    ),
-}
-_QWEN2_MOE = _QWEN_MOE | {
-    "shared_expert_intermediate_size": Key("expert_shared_feed_forward_length", lambda it: it["intermediate_size"])
-}
-_DEEPSEEK = _EXPERTS_USED | {
-    "head_dim": Key("rope.dimension_count"),
-    "kv_lora_rank": Key("attention.kv_lora_rank"),
-    "q_lora_rank": Key("attention.q_lora_rank", is_optional=True),
-    "qk_head_dim": Key("attention.key_length_mla", old_name="attention.key_length"),  # files before llama.cpp's MLA
-    "v_head_dim": Key("attention.value_length_mla", old_name="attention.value_length"),
-    "n_routed_experts": Key("expert_count", high=MAX_EXPERTS),
-    "moe_intermediate_size": Key("expert_feed_forward_length"),
-    "n_shared_experts": Key("expert_shared_count", 0, low=0),
-    "first_k_dense_replace": Key("leading_dense_block_count", 0, low=0),
-    "routed_scaling_factor": Key("expert_weights_scale", 1.0, "number"),
-    "norm_topk_prob": Key("expert_weights_norm", False, "flag"),
-    "n_group": Key("expert_group_count", 1),
-    "topk_group": Key("expert_group_used_count", 1),
-}
-_GRANITE = {
-    "attention_multiplier": Key("attention.scale", lambda it: it["head_dim"] ** -0.5, "number"),
-    "embedding_multiplier": Key("embedding_scale", 1.0, "number"),
-    "residual_multiplier": Key("residual_scale", 1.0, "number"),
-    "logits_scaling": Key("logit_scale", kind="number"),
-}
-_WINDOW = {"sliding_window": Key("attention.sliding_window", high=MAX_CONTEXT)}
-_EVERY_SECOND = _WINDOW | {"sliding_window_pattern": Key("attention.sliding_window_pattern", 2, high=MAX_LAYERS)}
-_GPT_OSS = _EVERY_SECOND | _EXPERTS | {"intermediate_size": Key("expert_feed_forward_length")}
-_GEMMA2 = _EVERY_SECOND | {
-    "attn_logit_softcapping": Key("attn_logit_softcapping", 50.0, "number"),
-    "final_logit_softcapping": Key("final_logit_softcapping", 30.0, "number"),
-}
-_GEMMA3 = _WINDOW | {
-    "final_logit_softcapping": Key("final_logit_softcapping", kind="number", is_optional=True),
-    "sliding_window_pattern": Key("attention.sliding_window_pattern", 6, high=MAX_LAYERS),
-    "rope_local_base_freq": Key("rope.freq_base_swa", 10000.0, "number"),
-}
-_ROTATED = {"partial_rotary_factor": Key("rope.dimension_count", lambda it: it["head_dim"])}  # see _rotated
-_PHI3 = _ROTATED | {"sliding_window": Key("attention.sliding_window", is_optional=True)}
-
-_GATE_UP_NAMES = {"mlp.gate_proj.weight": "", "mlp.up_proj.weight": "", "mlp.gate_up_proj.weight": "ffn_up.weight"}
-_QKV_NAMES = {f"self_attn.{part}_proj.weight": "" for part in "qkv"} | {"self_attn.qkv_proj.weight": "attn_qkv.weight"}
-_AFTER_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
-_AFTER_BOTH = _AFTER_ATTENTION | {"post_feedforward_layernorm.weight": "post_ffw_norm.weight"}
-_AFTER_GLM = {
-    "post_self_attn_layernorm.weight": "post_attention_norm.weight",
-    "post_mlp_layernorm.weight": "post_ffw_norm.weight",
-}
-_HEAD_NORMS = {f"self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"}
-_HUNYUAN_NORMS = {f"self_attn.{part}_layernorm.weight": f"attn_{part[0]}_norm.weight" for part in ("query", "key")}
-_SINKS = _AFTER_ATTENTION | {"self_attn.sinks": "attn_sinks.weight"}
-_NO_OUTPUT_BIAS = {"self_attn.o_proj.bias": ""}  # only q, k and v have biases, if any
-_GEMMA_NORMS = _AFTER_BOTH | {"pre_feedforward_layernorm.weight": "ffn_norm.weight"}
-
-
-class GgufFamily(NamedTuple):
-    """A GGUF architecture. `renamed` maps HF names of a layer's tensors that differ from Llama's to names in the file;
-    "" means that there is no such tensor."""
+@dataclass(frozen=True)
+class GgufFamily:
+    """A GGUF architecture. The names in `names` and `keys` are those of the groups that it uses beside Llama's."""
 
     model_type: str
-    class_name: str
-    renamed: Mapping[str, str] = MappingProxyType({})
-    keys: Mapping[str, Key] = MappingProxyType({})  # config fields that Llama does not have, or from another key
-    constants: Mapping[str, Any] = MappingProxyType({})  # config fields that are the same for all models
+    class_name: str  # of transformers, without ForCausalLM
+    names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)  # config fields that are the same for all models
     is_permuted: bool = False  # the rows of queries and keys are permuted, as in Llama
     plus_one: bool = False  # norms are stored with one added
-    finish: Callable[[Fields, GgufFile, Config], Config] = lambda _keys, _file, _config: {}  # computes further fields
+    finish: str = ""  # the function of _FINISH that computes further fields
+    recurrent: str = ""  # the type of layers without attention
+
+
+@dataclass(frozen=True)
+class Off:
+    """Keys of features that are supported only where the key is read. Elsewhere these values turn them off."""
+
+    values: tuple[int, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GgufTables:
+    keys: dict[str, dict[str, Key | str]]  # config field → its key; a text is a key with an integer
+    # Names of a layer's tensors in the file → HF names; # stands for the number of an expert, which the file stacks.
+    names: dict[str, dict[str, str]]
+    families: dict[str, GgufFamily]
+    variants: dict[str, GgufFamily]  # models whose files have another architecture's name
+    off: tuple[Off, ...]
+    without_effect: tuple[str, ...]  # keys: the tensors show the same, or no feature that is supported uses them
+
+
+TABLES = msgspec.json.decode(Path(__file__).with_name("gguf_families.json").read_bytes(), type=GgufTables)
+FAMILIES = TABLES.families
+BY_TYPE = {family.model_type: family for family in (*FAMILIES.values(), *TABLES.variants.values())}
 
 
 def _gemma(_keys: Fields, _file: GgufFile, config: Config) -> Config:
     """Return the scale of attention. Only the 27B models scale by hidden/heads; the file does not contain this."""
     is_largest = (config["model_type"], config["num_hidden_layers"]) in (("gemma2", 46), ("gemma3_text", 62))
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
-    return {"query_pre_attn_scalar": scalar}
+    gelu = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+    return {"query_pre_attn_scalar": scalar, **gelu}
 
 
 def _gpt_oss(_keys: Fields, _file: GgufFile, config: Config) -> Config:
@@ -193,34 +145,42 @@ def _deepseek(keys: Fields, _file: GgufFile, config: Config) -> Config:
     return found | {"num_key_value_heads": config["num_attention_heads"]}
 
 
-_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-FAMILIES = {
-    "llama": GgufFamily("llama", "LlamaForCausalLM", is_permuted=True),
-    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", _NO_OUTPUT_BIAS, constants={"attention_bias": True}),
-    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _HEAD_NORMS),
-    "gemma2": GgufFamily("gemma2", "Gemma2ForCausalLM", _GEMMA_NORMS, _GEMMA2, _GELU, plus_one=True, finish=_gemma),
-    "gemma3": GgufFamily(
-        "gemma3_text", "Gemma3ForCausalLM", _GEMMA_NORMS | _HEAD_NORMS, _GEMMA3, _GELU, plus_one=True, finish=_gemma
-    ),
-    "ernie4_5": GgufFamily("ernie4_5", "Ernie4_5ForCausalLM"),
-    "glm4": GgufFamily(
-        "glm4", "Glm4ForCausalLM", _GATE_UP_NAMES | _AFTER_GLM | _NO_OUTPUT_BIAS, _ROTATED, finish=_rotated
-    ),
-    "granite": GgufFamily("granite", "GraniteForCausalLM", keys=_GRANITE, is_permuted=True),
-    "hunyuan-dense": GgufFamily("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN_NORMS),
-    "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", {"input_layernorm.weight": ""} | _AFTER_BOTH | _HEAD_NORMS),
-    "phi3": GgufFamily("phi3", "Phi3ForCausalLM", _QKV_NAMES | _GATE_UP_NAMES, _PHI3, finish=_phi3),
-    "seed_oss": GgufFamily("seed_oss", "SeedOssForCausalLM", _AFTER_ATTENTION | _NO_OUTPUT_BIAS),
-    "smollm3": GgufFamily("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
-    "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM", _NO_OUTPUT_BIAS, _QWEN2_MOE, {"attention_bias": True}),
-    "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", _HEAD_NORMS, _QWEN_MOE, {"norm_topk_prob": True}),
-    "deepseek2": GgufFamily("deepseek_v2", "DeepseekV2ForCausalLM", keys=_DEEPSEEK, finish=_deepseek),
-    "gpt-oss": GgufFamily("gpt_oss", "GptOssForCausalLM", _SINKS, _GPT_OSS, finish=_gpt_oss),
+def _granite(_keys: Fields, _file: GgufFile, config: Config) -> Config:
+    return {"attention_multiplier": config["attention_multiplier"] or config["head_dim"] ** -0.5}
+
+
+def _granite_hybrid(keys: Fields, file: GgufFile, config: Config) -> Config:
+    keys.only("rope.scaling.finetuned", None, False)  # true: rotated
+    biases = {"mamba_proj_bias": _has(file, "ssm_in.bias"), "mamba_conv_bias": _has(file, "ssm_conv1d.bias")}
+    return _granite(keys, file, config) | biases
+
+
+def _lfm2(keys: Fields, _file: GgufFile, config: Config) -> Config:
+    keys.only("expert_gating_func", None, SIGMOID)
+    return {"norm_eps": config["rms_norm_eps"]}
+
+
+def _nemotron_h(keys: Fields, file: GgufFile, config: Config) -> Config:
+    """Return the kind of each block, by its tensors, and which biases there are."""
+    keys.pass_over("rope.dimension_count")  # these models do not rotate
+    signs = {"mamba": "ssm_a", "attention": "attn_q.weight", "moe": "ffn_gate_inp.weight", "mlp": "ffn_up.weight"}
+    kinds = [
+        next((kind for kind, name in signs.items() if f"blk.{index}.{name}" in file.tensors), "")
+        for index in range(config["num_hidden_layers"])
+    ]
+    biases = {"use_bias": _has(file, "ssm_in.bias"), "use_conv_bias": _has(file, "ssm_conv1d.bias")}
+    return biases | {"layer_types": kinds}
+
+
+def _has(file: GgufFile, name: str) -> bool:
+    """Return whether a block has the tensor."""
+    return any(each.endswith(f".{name}") for each in file.tensors)
+
+
+_FINISH = {
+    each.__name__: each
+    for each in (_gemma, _gpt_oss, _rotated, _phi3, _deepseek, _granite, _granite_hybrid, _lfm2, _nemotron_h)
 }
-# Files of these models name another architecture: Llama (with experts) and DeepSeek V2 (with another expert choice).
-MIXTRAL = GgufFamily("mixtral", "MixtralForCausalLM", keys=_EXPERTS, is_permuted=True)
-DEEPSEEK_V3 = GgufFamily("deepseek_v3", "DeepseekV3ForCausalLM", keys=_DEEPSEEK, finish=_deepseek)
-BY_TYPE = {family.model_type: family for family in (*FAMILIES.values(), MIXTRAL, DEEPSEEK_V3)}
 
 
 def config_of(file: GgufFile) -> Config:
@@ -232,17 +192,20 @@ def config_of(file: GgufFile) -> Config:
     if (parts := metadata.integer("split.count", 1, low=0)) > 1:
         raise metadata.error("split.count", parts, "1 (join the parts with gguf-split --merge)")
     prefix = f"{architecture}."
-    own = {key: _uniform(value) for key, value in file.metadata.items() if key.startswith(prefix)}
+    own = {key: _uniform(key, value) for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = Fields(own, str(file.path), prefix)
     family = _family(architecture, keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
     config: Config = {}
-    for field, key in (_BASE | dict(family.keys)).items():
-        config[field] = key.read(keys, config)
+    for name, key in ChainMap(*(TABLES.keys[group] for group in (*reversed(family.keys), "base"))).items():
+        config[name] = (Key(key) if isinstance(key, str) else key).read(keys, config)
+    drafting = keys.integer("nextn_predict_layers", 0, low=0, high=config["num_hidden_layers"] - 1)
+    config["num_hidden_layers"] -= drafting
     config |= {
-        "architectures": [family.class_name],
+        "num_nextn_predict_layers": drafting,
+        "architectures": [f"{family.class_name}ForCausalLM"],
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
         "rope_scaling": _rope_scaling(keys),
@@ -258,23 +221,33 @@ def config_of(file: GgufFile) -> Config:
     if every := config.get("sliding_window_pattern"):  # every so many layers, one has full attention
         layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = ["sliding_attention" if index % every else "full_attention" for index in layers]
-    config |= family.finish(keys, file, config)
+    if family.recurrent:
+        blocks = range(config["num_hidden_layers"])
+        attends = [f"blk.{index}.attn_k.weight" in file.tensors for index in blocks]
+        config["layer_types"] = ["full_attention" if each else family.recurrent for each in attends]
+    if family.finish:
+        config |= _FINISH[f"_{family.finish}"](keys, file, config)
     _refuse_unread(keys, config)
     return config
 
 
 def _family(architecture: str, keys: Fields) -> GgufFamily:
     if architecture == "llama" and keys.integer("expert_count", 0, low=0):
-        return MIXTRAL
+        return TABLES.variants["mixtral"]
     if architecture == "deepseek2":
         keys.only("expert_gating_func", None, 0, 1, SIGMOID)
-        return DEEPSEEK_V3 if keys.integer("expert_gating_func", 0, low=0) == SIGMOID else FAMILIES[architecture]
+        is_third = keys.integer("expert_gating_func", 0, low=0) == SIGMOID
+        return TABLES.variants["deepseek_v3"] if is_third else FAMILIES[architecture]
     return FAMILIES[architecture]
 
 
-def _uniform(value: Any) -> Any:
-    """Return the common value of a per-layer list if all layers have the same, else the value unchanged."""
-    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+def _uniform(key: str, value: Any) -> Any:
+    """Return the common value of a per-layer list if all layers have the same, else the value unchanged. Layers without
+    such a part have zeros in a list of sizes."""
+    if not isinstance(value, list):
+        return value
+    values = [each for each in value if each or not key.endswith(_SIZES)] or value
+    return values[0] if values and values.count(values[0]) == len(values) else value
 
 
 def _token_ids(metadata: Fields, vocab_size: int) -> dict[str, Any]:
@@ -309,16 +282,16 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
 
 def _refuse_unread(keys: Fields, config: Config) -> None:
     """Raise ExecutorError for settings that were not read, unless they have the value of a Llama or change nothing."""
-    for values, names in _OFF.items():
-        for key in keys.unread(*names.split()):
-            keys.only(key, None, *values)
+    for off in TABLES.off:
+        for key in keys.unread(*off.keys):
+            keys.only(key, None, *off.values)
     for key in keys.unread("attention.value_length", "rope.dimension_count"):
         keys.only(key, config["head_dim"], default=config["head_dim"])
     for key in keys.unread("attention.sliding_window"):
         window, context = keys.integer(key, 0, low=0), config["max_position_embeddings"]
         if 0 < window < context:
             raise keys.error(key, window, f"at least the context {context}")
-    keys.pass_over(_PASSED)
+    keys.pass_over(" ".join(TABLES.without_effect))
     keys.no_others("no such key")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from penstock.executor.loading.arrangement import Arrangement, stacked_experts
+from penstock.executor.loading.arrangement import ARRANGEMENTS, Arrangement, stacked_experts
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import (
     attention_biases,
@@ -24,17 +24,6 @@ from penstock.executor.models.rope import kind_of, read_rope, rope_section, yarn
 from penstock.executor.models.spec import DecoderSpec, LatentSpec, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
-_GPT_OSS_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_GPT_OSS_KINDS = {"": "weight", "_blocks": "weight", "_bias": "bias"}
-GPT_OSS = Arrangement(
-    joined=tuple(
-        (f"experts.{product}{end}", tuple((f"experts.#.{part}.{kind}", 1) for part in parts))
-        for product, parts in _GPT_OSS_PRODUCTS.items()
-        for end, kind in _GPT_OSS_KINDS.items()
-    ),
-    alternating=("experts.gate_up_proj",),
-    transposed=("experts.gate_up_proj", "experts.down_proj"),
-)
 _MIXTRAL_NAMES: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
 
 
@@ -155,7 +144,7 @@ def gpt_oss(fields: Fields) -> DecoderSpec:
     are_full = [index % 2 == 1 for index in range(len(layers))]
     layers = pick_layers(fields, layers, are_full, window=window)
     biases = attention_biases(fields, default=True) | {"mlp_bias": True}
-    spec = spec_of(fields, layers, has_sinks=True, arrangement=GPT_OSS, **biases)
+    spec = spec_of(fields, layers, has_sinks=True, arrangement=ARRANGEMENTS["gpt_oss"], **biases)
     return replace(spec, activation="clamped_swish")
 
 

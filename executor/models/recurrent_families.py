@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
-from penstock.executor.loading.arrangement import Arrangement, Joined, stacked_experts
+from penstock.executor.loading.arrangement import ARRANGEMENTS, Arrangement, Joined
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import pick_layers, spec_of, uniform_layers, unrotated
 from penstock.executor.models.moe_families import (
@@ -18,26 +18,6 @@ from penstock.executor.models.moe_families import (
 from penstock.executor.models.rope import Rope
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 
-_QWEN = Arrangement(
-    joined=stacked_experts("experts.gate_up_proj", "experts.down_proj", "mlp."),
-    ignored=("mtp.", "model.visual.", "visual."),  # multi-token prediction, and images
-)
-_LFM2 = Arrangement(
-    renames=(
-        ("model.embedding_norm.", "model.norm."),
-        (".operator_norm.", ".input_layernorm."),
-        (".ffn_norm.", ".post_attention_layernorm."),
-        ("q_layernorm", "q_norm"),
-        ("k_layernorm", "k_norm"),
-        ("self_attn.out_proj", "self_attn.o_proj"),
-        (".feed_forward.", ".mlp."),
-        (".w1.", ".gate_proj."),
-        (".w3.", ".up_proj."),
-        (".w2.", ".down_proj."),
-        (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
-    ),
-    joined=stacked_experts("experts.gate_up_proj", "experts.down_proj", "mlp."),
-)
 # Values of time_step_limit without a limit: infinity in plain JSON, and in the form that transformers 5 writes.
 _NO_LIMIT = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
@@ -63,7 +43,7 @@ def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
     attends, every = uniform_layers(own, partial=0.25), own.integer("full_attention_interval", 4)
     rule = [(index + 1) % every == 0 for index in range(len(attends))]
     layers = pick_layers(own, attends, rule, "linear_attention", recurrent=_delta(own, is_grouped))
-    return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=_QWEN)
+    return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=ARRANGEMENTS["qwen"])
 
 
 def _delta(fields: Fields, is_grouped: bool) -> DeltaSpec:
@@ -87,7 +67,9 @@ def lfm2(fields: Fields) -> DecoderSpec:
     full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(len(attends))
     conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
     layers = pick_layers(own, attends, [index in full for index in range(len(attends))], "conv", recurrent=conv)
-    return replace(spec_of(own, layers, qk_norm=True, arrangement=_LFM2), intermediate_size=_lfm2_mlp(own))
+    return replace(
+        spec_of(own, layers, qk_norm=True, arrangement=ARRANGEMENTS["lfm2"]), intermediate_size=_lfm2_mlp(own)
+    )
 
 
 def lfm2_moe(fields: Fields) -> DecoderSpec:

@@ -83,6 +83,15 @@ def test_every_id_that_ends_a_turn_is_an_end_token(tmp_path: Path) -> None:
     assert GgufCheckpoint(path).config["eos_token_id"] == [2, 7]
 
 
+def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:
+    tensors = {name: (np.zeros(shape, np.float32), "F32") for name, shape in shapes().items()}
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((256, 512), np.float32), "F32"
+    keys = metadata(block_count=3) | {"llama.nextn_predict_layers": 1}
+    checkpoint = GgufCheckpoint(write(tmp_path / "model.gguf", "llama", keys, tensors))
+    assert checkpoint.config["num_hidden_layers"] == 2
+    assert len(checkpoint.names()) == len(shapes())
+
+
 def test_an_absent_file_an_unknown_architecture_and_a_split_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(ExecutorError, match="cannot be read"):

@@ -6,6 +6,7 @@ types that are listed, or in float32; the model has the values of the file.
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -21,7 +22,18 @@ from tests.support.small_models import random_model, reference
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 96
 PERMUTED = ("llama", "granite", "smollm3")  # the converter reorders the rows of queries and keys of these architectures
-PLUS_ONE = ("gemma2", "gemma3")  # and adds one to the norms of these
+PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")  # and adds one to the norms of these
+# Names of transformers 5 that the gguf package does not know, and those of the same tensors that it does.
+_RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
+    "mixer.experts.": "mlp.experts.",
+    "block_sparse_moe.experts.": "mlp.experts.",
+    "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
+    "feed_forward.experts.": "mlp.experts.",
+    "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
+    "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+    "mixer.gate.e_score_correction_bias": "mixer.gate.e_score_correction.bias",
+}
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
@@ -96,7 +108,7 @@ def _stored(model: Any, architecture: str, has_split_latents: bool) -> Iterator[
     """Yield each tensor of the file by transformers' name for it: a view of the parameter that it is made of."""
     config, is_permuted = model.config, architecture in PERMUTED
     for name, values in model.state_dict().items():
-        at = name.removesuffix(".weight")
+        at, is_mamba = name.removesuffix(".weight"), ".mixer." in name or ".mamba." in name
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if architecture == "gpt-oss" and name.endswith("sinks"):
@@ -113,8 +125,18 @@ def _stored(model: Any, architecture: str, has_split_latents: bool) -> Iterator[
             inner = values.shape[1] // 2
             yield name.replace("gate_up_proj", "gate_proj.weight"), values[:, :inner]
             yield name.replace("gate_up_proj", "up_proj.weight"), values[:, inner:]
-        elif name.endswith("experts.down_proj"):
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}"), half
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):
             yield f"{name}.weight", values
+        elif name.endswith(("A_log", ".D")):
+            numbers = -values.exp() if name.endswith("A_log") else values
+            yield name, numbers[:, None] if is_mamba else numbers
+        elif is_mamba and name.endswith(".norm.weight"):
+            yield name, values.view(config.mamba_n_groups if ".mamba." in name else config.n_groups, -1)
+        elif "conv" in name and values.dim() == 3:
+            yield name, values[:, 0]
         elif at.endswith("kv_b_proj") and has_split_latents:
             heads = values.view(config.num_attention_heads, -1, values.shape[1])
             yield name.replace("kv_b", "k_b"), heads[:, : config.qk_nope_head_dim].transpose(1, 2)
@@ -139,14 +161,18 @@ def tensors_of(model: Any, case: Case) -> dict[str, tuple[np.ndarray, str]]:
         if factors := getattr(model.config, "rope_parameters", {}).get(f"{kind}_factor"):
             found[f"rope_factors_{kind}.weight"] = np.array(factors, "<f4"), "F32"
     for given, view in _stored(model, case.architecture, "attention.key_length_mla" in case.keys):
-        name = names.get_name(given, try_suffixes=(".weight", ".bias"))
+        known = given
+        for new, old in _RENAMED.items():
+            known = known.replace(new, old)
+        spellings = known, known.replace("model.", "backbone.", 1)
+        name = next(filter(None, (names.get_name(each, (".weight", ".bias")) for each in spellings)), None)
         assert name is not None, given
         is_permuted = view.dim() > 2 and (".q_proj." in given or ".k_proj." in given)
         values = view.reshape((-1, *view.shape[3:]) if is_permuted else view.shape).numpy()
-        if case.architecture in PLUS_ONE and given.endswith("norm.weight"):
+        if case.architecture in PLUS_ONE and given.endswith("norm.weight") and "linear_attn" not in given:
             values = values + 1
         kind = "F32"
-        if case.kinds and values.ndim > 1 and "ffn_gate_inp" not in name:
+        if case.kinds and values.ndim > 1 and "ffn_gate_inp" not in name and "conv1d" not in name:
             kind = next(kinds) if values.shape[-1] % 256 == 0 else "Q5_0"
             # An embedding that is the head, too, would drown what the layers add.
             is_tied = name == "token_embd.weight" and model.config.tie_word_embeddings
@@ -154,15 +180,33 @@ def tensors_of(model: Any, case: Case) -> dict[str, tuple[np.ndarray, str]]:
             numbers = gguf.quants.dequantize(data, GGMLQuantizationType[kind])
             view.copy_(torch.from_numpy(np.ascontiguousarray(numbers)).view(view.shape))
             values = data
-        found[name] = np.ascontiguousarray(values), kind
+        found[name] = np.array(values, order="C"), kind  # a copy: the model's value heads move
+    _neighbour_value_heads(model)
     return found
+
+
+def _neighbour_value_heads(model: Any) -> None:
+    """Give the value heads of the gated delta rule the order of transformers: those of a key head are neighbours. In the
+    file, the first ones of all key heads come first, then the second ones."""
+    for name, values in model.state_dict().items():
+        heads, size = getattr(model.config, "linear_num_key_heads", 0), 1
+        start = 0
+        if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+            continue
+        if any(part in name for part in ("in_proj_qkv", "in_proj_z", "out_proj", "conv1d")):
+            size = model.config.linear_value_head_dim
+        if "in_proj_qkv" in name or "conv1d" in name:
+            start = 2 * heads * model.config.linear_key_head_dim
+        rows = values.T if "out_proj" in name else values[start:]
+        rows.copy_(rows.unflatten(0, (-1, heads, size)).transpose(0, 1).flatten(0, 2).clone())
 
 
 @torch.no_grad()
 def written(name: str, path: Path, without: str = "nothing", **changes: Any) -> tuple[Path, Any]:
     """Write the file of a case, with other keys and without some tensors; return it, and the model that it holds."""
     case = CASES[name]
-    model = random_model(case.model, case.fields) if case.model.endswith("Config") else reference(case.model)
+    is_own = case.model.endswith("Config")
+    model = random_model(case.model, case.fields) if is_own else deepcopy(reference(case.model))
     model.generation_config.eos_token_id = None
     keys = metadata(case.architecture, model.config.vocab_size, **case.keys | changes)
     tensors = {name: data for name, data in tensors_of(model, case).items() if without not in name}
