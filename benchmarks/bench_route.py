@@ -214,7 +214,7 @@ def split(
     seen: dict[str, tuple[list[float], list[float]]] = {"split": ([], []), "pool": ([], [])}
     with contextlib.ExitStack() as stack:
         (first,) = stack.enter_context(mock_replicas(1, kv_peer_listen=address, **pace))
-        (second,) = stack.enter_context(mock_replicas(1, kv_peer=address, **pace))
+        (second,) = stack.enter_context(mock_replicas(1, kv_peers=[address], **pace))
         roles: tuple[str, ...] = ("--backend", f"{first.url},prefill={address}", "--backend", second.url)
         roles += ("--prefill-threshold", str(prefill_threshold))
         both = ("--backend", first.url, "--backend", second.url)

@@ -77,30 +77,12 @@ def test_tokens_are_those_of_one_engine_and_the_prompt_computed_elsewhere(
     assert sum(map(int, re.findall(r'router_prefills_total\{outcome="(?:computed|dropped)"\} (\d+)', text))) == 12
 
 
-def test_without_the_prefill_engine_the_tokens_are_the_same(fleet: tuple[Running, Running, RunningRouter]) -> None:
-    prefill, _, router = fleet
-    fields: dict[str, Any] = {"prompt": "a prompt that one of them will have computed " * 20, "max_tokens": 8}
-    fields |= {"temperature": 0, "return_token_ids": True, "ignore_eos": True}
-    with running(peer()) as single:
-        expected, _ = streamed(single.http, "/v1/completions", fields)
-
-    def move_to(port: int) -> None:
-        pool = router.fleet.replicas[prefill.url].pool
-        pool.port = port
-        pool.close()
-
-    router.call(lambda: move_to(9))  # refused there
-    ids, usage = streamed(router.http, "/v1/completions", fields)
-    router.call(lambda: move_to(prefill.port))
-    assert ids == expected and cached(usage) == 0
-
-
 def test_a_prefill_replica_that_is_killed_under_load_fails_no_request() -> None:
     addresses = free_addresses(2)
     pace = {"prefill_tps": 20_000, "inter_token_s": 0.005, "kv_host_bytes": 1 << 22}
     with contextlib.ExitStack() as stack:
         prefills = [stack.enter_context(mock_replicas(1, kv_peer_listen=each, **pace))[0] for each in addresses]
-        (decode,) = stack.enter_context(mock_replicas(1, kv_peer=addresses, **pace))
+        (decode,) = stack.enter_context(mock_replicas(1, kv_peers=addresses, **pace))
         backends = [f"{each.url},prefill={address}" for each, address in zip(prefills, addresses, strict=True)]
         router = stack.enter_context(running_router(decode.url, *backends))
 

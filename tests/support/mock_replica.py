@@ -12,7 +12,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import uvloop
@@ -108,29 +107,19 @@ async def replica(
     prefill_tps: float = 1e6,
     inter_token_s: float = 0.0,
     kv_tokens: int = 1 << 20,
-    kv_host_bytes: int = 0,
-    kv_peer_listen: str = "",
-    kv_peer: Sequence[str] = (),
-    max_model_len: int = 65536,
-    max_num_seqs: int = 256,
     kv_events: str = "",
     otlp_traces_endpoint: str | None = None,
+    **options: Any,
 ) -> int:
-    """Serve until a signal comes. `kv_events`: publish them as vLLM does, at two sockets of this name."""
-    config = engine_config(
-        "oracle",
-        {
-            "kv_cache_bytes": 8 * kv_tokens,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": 2048,  # of a step, which answers all at its end
-            "max_queued_requests": 4096,
-            "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
-            "kv_host_bytes": kv_host_bytes or None,
-            "kv_peer_listen": kv_peer_listen,
-            "kv_peers": kv_peer,
-        },
-    )
+    """Serve until a signal comes. `kv_events`: publish them as vLLM does, at two sockets of this name. `options`: of the
+    engine."""
+    defaults = {
+        "max_model_len": 65536,
+        "max_num_batched_tokens": 2048,  # of a step, which answers all at its end
+        "max_queued_requests": 4096,
+        "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
+    }
+    config = engine_config("oracle", {**defaults, "kv_cache_bytes": 8 * kv_tokens, **options})
     endpoints: dict[str, Any] = {
         "endpoint": f"ipc://{kv_events}.events",
         "replay_endpoint": f"ipc://{kv_events}.replay",
