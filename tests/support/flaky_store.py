@@ -3,15 +3,9 @@ fails, it refuses, and it takes the borrowed buffers at their word."""
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Done(NamedTuple):
-    kind: str
-    ticket: int
-    key: bytes
-    ok: bool
-
+from penstock.cache.tiers.base import StoreResult
 
 LOAD_S = 0.001  # what a load takes, as far as the store reports it
 
@@ -62,7 +56,7 @@ class FlakyStore:
         self._in_flight.append([self._rng.randint(0, self.delay), "load", self._num_tickets, key, out, ok])
         return self._num_tickets
 
-    def poll(self) -> list[Done]:
+    def poll(self) -> list[StoreResult]:
         if self.is_stalled:
             return []
         done, rest = [], []
@@ -79,7 +73,7 @@ class FlakyStore:
                 ok = ok and key in self.data
                 buffer[:] = self.data[key] if ok else bytes([0x55]) * len(buffer)
                 self._num_loads += ok
-            done.append(Done(kind, ticket, key, ok))
+            done.append(StoreResult(kind, ticket, key, ok))
         self._in_flight = rest
         return done
 

@@ -44,8 +44,7 @@ class Source(ServedBlocks):
 
     def __init__(self, memory: Iterable[int] = range(30), disk: Iterable[int] = range(30, 40)) -> None:
         self.disk = FlakyStore(data={key(number): content(number) for number in disk})
-        stores: dict[str, Any] = {DISK: self.disk}
-        super().__init__(np.zeros((100, CHUNK), np.uint8), stores, threading.Lock(), self._poll_disk)
+        super().__init__(np.zeros((100, CHUNK), np.uint8), {DISK: self.disk}, threading.Lock(), self._poll_disk)
         self.note_disk(self.disk.data, ())
         for number in memory:
             self.add(number)
