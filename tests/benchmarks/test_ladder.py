@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import ladder, machine, memcheck_part, pytest_part
+from packaging.utils import canonicalize_name
 
-CPU = torch.device("cpu")
 ON_THE_MACHINE = (
     *("torch", "triton", "numpy", "pytest", "setuptools", *machine.PACKAGES),
     *("transformers", "huggingface-hub", "PyYAML"),  # the last two come with transformers
@@ -36,13 +36,11 @@ def lacking_modules() -> set[str]:
     """Return the modules of our dependencies that a bare machine need not have."""
     project = tomllib.loads((machine.ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    lacking = {normal(re.split(r"[\s<>=\[]", line)[0]) for line in lines} - {normal(name) for name in ON_THE_MACHINE}
+    lacking = {canonicalize_name(re.split(r"[\s<>=\[]", line)[0]) for line in lines} - {
+        canonicalize_name(name) for name in ON_THE_MACHINE
+    }
     modules = importlib.metadata.packages_distributions()
-    return {name for name, owners in modules.items() if {normal(owner) for owner in owners} <= lacking}
-
-
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return {name for name, owners in modules.items() if {canonicalize_name(owner) for owner in owners} <= lacking}
 
 
 QUICK = "1,6"  # one rung of each kind: measured here, and in a process of kernels
