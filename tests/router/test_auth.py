@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.refusals import table
 from tests.support.router_fleet import ADMIN, RunningRouter, running_router, until
 from tests.support.router_stub import Stub, stub
 
@@ -55,12 +54,6 @@ def test_without_an_admin_key_nobody_changes_the_fleet(backend: Stub) -> None:
     with running_router(backend.url) as plain:
         answer = plain.change("POST", url="http://127.0.0.1:1")
     assert answer.status_code == 403 and "--admin-api-key" in answer.text
-
-
-@pytest.mark.parametrize("url", table(__file__, "addresses"))
-def test_a_replica_must_be_a_plain_address(router: RunningRouter, url: str) -> None:
-    answer = router.change("POST", url=url)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
 
 
 def test_no_answer_or_metric_contains_a_key(router: RunningRouter) -> None:

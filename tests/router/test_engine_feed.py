@@ -1,6 +1,7 @@
-"""Engines of another kind, whose events the router follows over their ZMQ publishers."""
+"""Cache events of vLLM and SGLang: followed over their ZMQ publishers, and as keys of ours."""
 
 import contextlib
+import itertools
 import socket
 from array import array
 from collections.abc import Callable, Iterator
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.engine.http.kv_stream import Changes
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, check_together
-from tests.support.engine_publisher import StandIn, names_of, removed, stand_in, stored
+from penstock.router.placement.engine_blocks import BadEvents, EngineBlocks, OtherBlockSize
+from tests.support.engine_publisher import CLEARED, StandIn, as_array, batch, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import table
 from tests.support.router_fleet import RunningRouter, running_router, until
@@ -164,3 +168,107 @@ def test_a_backend_is_parsed() -> None:
     assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
     with pytest.raises(RouteError, match="--tokenizer"):
         check_together(RouterConfig(backends=("http://h:1,events=1",)))
+
+
+TOKENS = list(range(100, 164))  # four blocks
+NAMES = names_of(TOKENS, 16)
+
+
+def keys(tokens: list[int], size: int = 16, **root: Any) -> set[bytes]:
+    return {key[:8] for key in block_keys(tokens, size, root=namespace_root(**root))}
+
+
+class World:
+    """The keys of the blocks in each tier, as a router knows them after each batch."""
+
+    def __init__(self, size: int = 16) -> None:
+        self.blocks = EngineBlocks(b"", size, "e")
+        self.keys: dict[str, set[bytes]] = {"device": set(), "host": set(), "disk": set()}
+
+    def take(self, *events: Any) -> "World":
+        for frame in self.blocks.take(batch(*events)):
+            assert isinstance(frame, Changes)
+            if frame.cleared:
+                self.keys[frame.tier].clear()
+            self.keys[frame.tier] -= {frame.removed[at : at + 8] for at in range(0, len(frame.removed), 8)}
+            self.keys[frame.tier] |= {frame.stored[at : at + 8] for at in range(0, len(frame.stored), 8)}
+        self.blocks.check()
+        return self
+
+
+BOTH: dict[str, Any] = {"lora_name": "a", "extra_keys": [["a", "pepper"], ["a"], ["a"], ["a"]]}
+PAIRS = [list(each) for each in itertools.pairwise([*TOKENS, 1])]
+NUMBERS = stored(TOKENS[:32]) | {"block_hashes": [-5, 2**63]}
+WINDOW = stored(TOKENS, group_idx=0, kv_cache_spec_kind="sliding_window")
+WHOLE = stored(TOKENS, group_idx=1, kv_cache_spec_kind="full_attention")
+LATER = [{"type": "BlockPainted"}, ["BlockPainted", 1], stored(TOKENS) | {"colour": "blue"}]
+BATCHES: dict[str, tuple[list[list[Any]], set[bytes]]] = {  # batches, and the keys on the device after them
+    "objects": ([[stored(TOKENS[:32]), stored(TOKENS, start=2)]], keys(TOKENS)),
+    "arrays": ([[as_array(stored(TOKENS[:32])), as_array(stored(TOKENS, start=2))]], keys(TOKENS)),
+    "hashes may be numbers": ([[as_array(NUMBERS)]], keys(TOKENS[:32])),
+    "numbers are removed": ([[as_array(NUMBERS)], [as_array(removed([-5, 2**63]))]], set()),
+    "stored twice, removed once": ([[stored(TOKENS), stored(TOKENS, start=3)], [removed(NAMES[3:])]], keys(TOKENS)),
+    "stored twice, removed twice": (
+        [[stored(TOKENS), stored(TOKENS, start=3)], [removed(NAMES[3:])], [removed(NAMES[2:])]],
+        keys(TOKENS[:32]),
+    ),
+    "cleared": ([[stored(TOKENS)], [CLEARED]], set()),
+    "stored after a clearing": ([[stored(TOKENS)], [CLEARED], [stored(TOKENS)]], keys(TOKENS)),
+    "removed within a batch": ([[stored(TOKENS), removed(NAMES[1:])]], keys(TOKENS[:16])),
+    "restored within a batch": ([[stored(TOKENS)], [removed(NAMES[3:]), stored(TOKENS, start=3)]], keys(TOKENS)),
+    "cleared within a batch": ([[stored(TOKENS), CLEARED, stored(TOKENS[:16])]], keys(TOKENS[:16])),
+    "an adapter": (
+        [[stored(TOKENS, lora_name="a", lora_id=3, extra_keys=[["a"]] * 4)]],
+        keys(TOKENS, adapter="a"),
+    ),
+    "a salt of vLLM": ([[stored(TOKENS, extra_keys=[["pepper"], None, None, None])]], keys(TOKENS, salt="pepper")),
+    "a salt of SGLang": ([[stored(TOKENS, cache_salt="pepper", session_id="s")]], keys(TOKENS, salt="pepper")),
+    "an adapter and a salt": ([[stored(TOKENS, **BOTH)]], keys(TOKENS, adapter="a", salt="pepper")),
+    "full attention counts": ([[WINDOW, WHOLE, removed(NAMES, group_idx=0)]], keys(TOKENS)),
+    "full attention is removed": ([[WINDOW, WHOLE], [removed(NAMES, group_idx=1)]], set()),
+    "the first token of each pair counts": ([[stored(TOKENS, token_ids=PAIRS)]], keys(TOKENS)),
+    "unknown events and fields": ([LATER], keys(TOKENS)),
+    "unknown fields of an array": ([[[*as_array(stored(TOKENS)), None, 0, "full_attention"]]], keys(TOKENS)),
+}
+
+
+@pytest.mark.parametrize(("batches", "expected"), BATCHES.values(), ids=BATCHES)
+def test_blocks_get_the_keys_that_a_prompt_of_their_tokens_has(batches: list[list[Any]], expected: set[bytes]) -> None:
+    world = World()
+    for each in batches:
+        world.take(*each)
+    assert world.keys["device"] == expected
+
+
+def test_blocks_of_images_and_all_behind_them_are_left_out() -> None:
+    world = World().take(stored(TOKENS, extra_keys=[None, None, [["image", 3]], None]))
+    assert world.keys["device"] == keys(TOKENS[:32]) and world.blocks.counts["not_text"] == 2
+    longer = [*TOKENS, *range(16)]
+    assert world.take(stored(longer, start=4)).blocks.counts["unknown_parent"] == 1
+
+
+def test_deeper_tiers_are_kept_apart() -> None:
+    world = World().take(stored(TOKENS), stored(TOKENS, medium="CPU_PINNED"), stored(TOKENS[:16], medium="DISK"))
+    world.take(removed(NAMES))
+    assert (world.keys["device"], world.keys["host"]) == (set(), keys(TOKENS))
+    assert world.keys["disk"] == keys(TOKENS[:16])
+    assert not World().take(stored(TOKENS, medium="STORAGE", locality="REMOTE")).keys["disk"]
+
+
+def test_another_block_size_is_an_error_before_a_block_is_stored() -> None:
+    with pytest.raises(OtherBlockSize) as error:
+        World(16).take(stored(TOKENS, size=32))
+    assert error.value.block_size == 32
+    assert World(16).take(stored(TOKENS), stored(TOKENS, size=32)).keys["device"] == keys(TOKENS)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(b"", b"\xc1", b"\x80", b"\x91\x01"),
+        *(batch(7), batch(["BlockStored", 1]), batch({"x": 1}), batch(stored([-1] * 16))),
+    ],
+)
+def test_invalid_batches_are_refused(payload: bytes) -> None:
+    with pytest.raises(BadEvents):
+        EngineBlocks(b"", 16, "e").take(payload)

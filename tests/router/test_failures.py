@@ -38,7 +38,7 @@ from tests.support.router_fleet import (
     stub_fleet,
     until,
 )  # fmt: skip
-from tests.support.router_stub import EVENT, STREAM, Answer, Hold, Seen, hang_up, in_turn, ok, stub, whole
+from tests.support.router_stub import EVENT, STREAM, Answer, Hold, Seen, hang_up, in_turn, ok, sick, stub, whole
 
 FULL = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-after: 7")
 
@@ -49,10 +49,6 @@ def full(seen: Seen, sock: socket.socket) -> bytes:
 
 def break_off_while_full(seen: Seen, sock: socket.socket) -> None:
     sock.sendall(FULL[:-1])
-
-
-def sick(seen: Seen, sock: socket.socket) -> bytes:
-    return whole(b"{}", b"500 Internal Server Error")
 
 
 def load(

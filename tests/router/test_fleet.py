@@ -178,8 +178,8 @@ def test_every_invariant_holds_through_a_random_life_of_the_fleet(seed: int) -> 
     rng = random.Random(seed)
     world = World()
     placement = Placement(PolicyConfig(name=rng.choice(POLICIES), max_facts=3000, max_sessions=5), world, seed)
-    charges: list[Charge] = []
-    seqs = Counter[str]()
+    charges: dict[Charge, int] = {}  # with the tokens that each holds
+    seqs, num_ok = Counter[str](), 0
     for step in range(1500):
         world.now_s += rng.choice((0.0, 0.01, 0.5, 3.0))
         names, action = list(placement.view()), rng.random()
@@ -210,22 +210,29 @@ def test_every_invariant_holds_through_a_random_life_of_the_fleet(seed: int) -> 
                 assert placement.view()[charge.replica]["available"]
                 assert 0 <= charge.predicted_cached_tokens < max(len(tokens), 1)
                 assert charge.predicted_ttft_s >= 0
-                charges.append(charge)
+                charges[charge] = len(tokens)
         elif charges:
-            charge = charges[rng.randrange(len(charges))]
+            charge = rng.choice(list(charges))
             if not charge.is_answered and rng.random() < 0.5:
                 charge.first_token(rng.choice((None, 0, charge.num_tokens)))
             elif rng.random() < 0.5:
-                charge.tokens(rng.randrange(20))
+                charge.tokens(count := rng.randrange(20))
+                charges[charge] += count
             else:
-                charge.release(rng.random() < 0.9)
-                charges.remove(charge)
+                is_ok = rng.random() < 0.9
+                charge.release(is_ok)
+                charge.release(not is_ok)  # which counts for nothing
+                num_ok += is_ok
+                del charges[charge]
         if step % 50 == 0:
             placement.check()
+            for name, view in placement.view().items():
+                assert view["held_tokens"] == sum(held for each, held in charges.items() if each.replica == name)
     for charge in charges:
         charge.release(True)
     placement.check()
     for view in placement.view().values():
         assert view["active_requests"] == view["queued_tokens"] == view["held_tokens"] == 0
     metrics = placement.metrics()
+    assert metrics["requests_ok_total"] == num_ok + len(charges)
     assert metrics["decisions_total"] == metrics["requests_ok_total"] + metrics["requests_failed_total"] > 200

@@ -1,19 +1,27 @@
-"""The quick reader of plain messages against the parsers that read all others: it may only accept what they accept."""
+"""Requests and answers at the edges of the router. The quick reader of plain messages may only accept what the parsers accept
+that read all others; some requests are refused, and all others mean the same to every parser behind the router."""
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import cast
 
+import h11
 import pytest
 
 from penstock.engine.http.limits import Limits
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import AnswerHead, ClientRequest, Heads
 from penstock.router.http.upstream import Pool, Upstream
-from tests.support.raw_http import mangled
+from tests.support.raw_http import connect, exchange, mangled, post, status
+from tests.support.refusals import table
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import Seen, Stub, endless, stub
 
 BODY = b'{"prompt":"abc"}'
+LIMITS = Limits(max_header_bytes=8192, max_body_bytes=2000, header_timeout_s=1.0, body_timeout_s=1.0)
+SMUGGLING: dict[str, bytes] = dict(table(__file__, "smuggling", post=post, BODY=BODY))
 REQUEST = (
     b"POST /v1/completions?x=1 HTTP/1.1\r\nHost: a\r\nUser-Agent: b/1 (c)\r\nAccept: */*\r\nContent-Type: application/json\r\n"
     b"Authorization: Bearer sk-1\r\nX-Session-Id: s\r\nConnection: keep-alive\r\nContent-Length: 16\r\n\r\n" + BODY
@@ -24,11 +32,15 @@ ANSWER = (
 )
 PIECES = [
     *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"0", b";", b":", b",", b"#", b"?", b"\x7f", b"\xff", b"(", b"\r\n\r\n"),
+    *(b"0\r\n\r\n", b"Transfer-Encoding:\tchunked\r\n"),
     *(b"content-length: 5\r\n", b"Content-Length: 16\r\n", b"transfer-encoding: chunked\r\n", b"te: trailers\r\n", b"host: b\r\n"),
     *(b"connection: close\r\n", b"Connection: Keep-Alive\r\n", b"connection: x-a\r\nx-a: b\r\n", b"expect: 100-continue\r\n"),
     *(b"x-penstock-report: 1\r\n", b"x: \r\n", b"x:y\r\n", b"x : y\r\n", b"x: y \r\n", b" x: y\r\n", b"keep-alive: 5\r\n", b"X-A: b\r\n"),
     *(b"upgrade: h2c\r\n", b"proxy-authorization: a\r\n", b"trailer: a\r\n", b"Authorization: Bearer sk-2\r\n"),
 ]  # fmt: skip
+NOT_PLAIN = cast(
+    Heads, SimpleNamespace(request=lambda data: None, answer=lambda data: None)
+)  # leaves all to the parser
 
 
 class Transport:
@@ -36,16 +48,6 @@ class Transport:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **options: None
-
-
-class NotPlain(Heads):
-    """Leaves everything to the parser."""
-
-    def request(self, data: bytes) -> None:
-        return None
-
-    def answer(self, data: bytes) -> None:
-        return None
 
 
 class AnswerSink:
@@ -67,10 +69,10 @@ class AnswerSink:
         pass
 
 
-def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
+def by_the_parser(data: bytes) -> list[ClientRequest]:
     requests: list[ClientRequest] = []
-    edge = Edge(limits, lambda request: None, lambda request, connection: requests.append(request))
-    edge.heads = NotPlain(1, 0)
+    edge = Edge(LIMITS, lambda request: None, lambda request, connection: requests.append(request))
+    edge.heads = NOT_PLAIN
     connection = ClientConnection(edge)
     connection.connection_made(cast(asyncio.Transport, Transport()))
     connection.data_received(data)
@@ -79,7 +81,7 @@ def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
 
 def answer_by_the_parser(data: bytes) -> AnswerSink:
     pool, sink = Pool("x", 1, b"x:1", 1.0), AnswerSink()
-    pool.heads = NotPlain(1, 0)
+    pool.heads = NOT_PLAIN
     upstream = Upstream(pool)
     upstream.connection_made(cast(asyncio.Transport, Transport()))
     upstream.send(b"", b"", sink)
@@ -91,14 +93,13 @@ def answer_by_the_parser(data: bytes) -> AnswerSink:
 @pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("original", [REQUEST, ANSWER], ids=["request", "answer"])
 def test_the_quick_reader_reads_as_the_parser_does(original: bytes, count: int) -> None:
-    rng, limits = random.Random(count), Limits(max_header_bytes=8192, max_body_bytes=1000)
-    heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
+    rng, heads = random.Random(count), Heads(LIMITS.max_header_bytes, LIMITS.max_body_bytes)
     num_plain = 0
     for _ in range(count):
         data = mangled(rng, original, PIECES)
         if original is REQUEST and (request := heads.request(data)) is not None:
             num_plain += 1
-            assert [request] == by_the_parser(data, limits), data
+            assert [request] == by_the_parser(data), data
         if original is ANSWER and (answer := heads.answer(data)) is not None:
             num_plain += 1
             slow = answer_by_the_parser(data)
@@ -138,3 +139,80 @@ def test_an_invalid_count_of_cached_tokens_is_left_out(value: bytes, expected: i
     answer = Heads(8192, 1000).answer(ANSWER.replace(b"Tokens: 12", b"Tokens: " + value))
     assert answer is not None and answer[0].cached_tokens == expected
     assert AnswerHead.of(200, [(b"x-penstock-cached-tokens", value)]).cached_tokens == expected
+
+
+@pytest.fixture(scope="module")
+def router(backend: Stub) -> Iterator[RunningRouter]:
+    with running_router(backend.url, limits=LIMITS) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        (5, 2500),
+        *(pytest.param(seed, 50_000, marks=(pytest.mark.nightly, pytest.mark.timeout(900))) for seed in (6, 7)),
+    ],
+)
+def test_every_parser_reads_a_mangled_request_alike(
+    router: RunningRouter, backend: Stub, seed: int, count: int
+) -> None:
+    """Whatever bytes come in, each request behind the router is well-formed for two other parsers, with the same method,
+    target and body, and there are never more of them than the client's parser may have meant."""
+    rng = random.Random(seed)
+    chunked = post(b"3\r\n{  \r\n1\r\n}\r\n0\r\n\r\n", b"transfer-encoding: chunked", close=False)
+    originals = [*SMUGGLING.values(), *20 * [post(BODY, close=False)], *20 * [chunked]]
+    answered = 0
+    for _ in range(count):
+        request = mangled(rng, rng.choice(originals), PIECES)
+        num_seen = len(backend.seen)
+        answer = exchange(router.port, request + post(BODY))
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+        seen = backend.seen[num_seen:]
+        assert len(seen) <= request.count(b"HTTP/1") + 1
+        for each in seen:
+            answered += 1
+            assert each.line.startswith(b"POST /") and each.line.endswith(b" HTTP/1.1")
+            assert _read_by_h11(each) == each.body
+    assert answered > count / 100  # the corpus is not all refused
+
+
+def _read_by_h11(seen: Seen) -> bytes:
+    head = b"\r\n".join([seen.line, *(name + b": " + value for name, value in seen.headers)])
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data(head + b"\r\n\r\n" + seen.body + b"GET /next HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert isinstance(parser.next_event(), h11.Request)
+    body = b""
+    while isinstance(event := parser.next_event(), h11.Data):
+        body += event.data
+    assert isinstance(event, h11.EndOfMessage)
+    assert parser.trailing_data[0].startswith(b"GET /next")
+    return body
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected", "words"),
+    table(__file__, "fields", BODY=BODY, post=post),
+)
+def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes, expected: int, words: bytes) -> None:
+    answer = exchange(router.port, request_)
+    assert (status(answer), words in answer) == (expected, True)
+
+
+def test_garbage_behind_a_request_is_refused_after_its_answer(router: RunningRouter) -> None:
+    answer = exchange(router.port, post(BODY, close=False) + b"\x00garbage\r\n\r\n")
+    assert status(answer) == 200 and b"{}HTTP/1.1 400 " in answer
+
+
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_the_connection_of_a_client_that_does_not_read_is_cut(asks_again: bool) -> None:
+    with (
+        stub(endless) as endless_backend,
+        running_router(endless_backend.url, limits=Limits(write_timeout_s=0.3)) as router,
+        connect(router.port, receive_buffer=4096) as sock,
+    ):
+        sock.sendall(post(close=not asks_again))
+        until(lambda: any(each.is_paused for each in router.app.edge.connections))
+        if asks_again:
+            sock.sendall(post(close=False))
+        until(lambda: not router.app.edge.connections and not router.app.exchanges)

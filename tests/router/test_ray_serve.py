@@ -208,12 +208,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_a_changed_configuration_rolls_and_no_request_fails(fleet: Fleet) -> None:
+def test_a_changed_configuration_or_number_of_replicas_fails_no_request(fleet: Fleet) -> None:
     fleet.deploy()
     before = fleet.wait_for(2)
+    options = f"{TINY} --max-num-seqs 8"
     with fleet.clients() as failures:
-        fleet.deploy(f"{TINY} --max-num-seqs 8")
+        fleet.deploy(options)
         fleet.wait_for(2, without=before)
+        for count in (3, 1):
+            fleet.deploy(options, num_replicas=count)
+            fleet.wait_for(count)
     assert failures == []
 
 
@@ -229,17 +233,6 @@ def test_a_killed_replica_is_replaced_and_costs_at_most_its_own_requests(fleet: 
             os.kill(int(stat.rpartition(")")[2].split()[1]) if kills_worker else victim, signal.SIGKILL)
             fleet.wait_for(2, gone=victim)
         assert len(failures) <= NUM_CLIENTS, failures
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_the_number_of_replicas_goes_up_and_down_and_no_request_fails(fleet: Fleet) -> None:
-    fleet.deploy()  # a roll at the same time would leave one replica without another
-    with fleet.clients() as failures:
-        for count in (3, 1):
-            fleet.deploy(num_replicas=count)
-            fleet.wait_for(count)
-    assert failures == []
 
 
 @pytest.mark.nightly

@@ -1,30 +1,24 @@
-"""Requests through the router to a replica and back."""
+"""Requests through the router to a replica and back, and the memory that they take."""
 
 import contextlib
-import json
+import gc
 import socket
 import threading
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from penstock.router.exchange import Exchange
+from penstock.router.fleet.fleet import Fleet
 from penstock.router.routes import PROXIED
-from tests.support.raw_http import connect, exchange, post, status
+from tests.support.raw_http import clients, connect, exchange, post, read_all, status
 from tests.support.refusals import table
-from tests.support.router_fleet import MockReplica, RunningRouter, mock_fleet, mock_replicas, running_router, until
-from tests.support.router_stub import EVENT, STREAM, Seen, Stub, endless, stub, whole
+from tests.support.router_fleet import RunningRouter, mock_fleet, running_router, until
+from tests.support.router_stub import EVENT, STREAM, Hold, Seen, Stub, endless, stub, whole
 
-
-@pytest.fixture(scope="module")
-def replicas() -> Iterator[list[MockReplica]]:
-    with mock_replicas(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def router(replicas: list[MockReplica]) -> Iterator[RunningRouter]:
-    with running_router(*(each.url for each in replicas)) as started:
-        yield started
+LARGE = 100_000
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +26,6 @@ def relay(backend: Stub) -> Iterator[RunningRouter]:
     """Return a router in front of the stub."""
     with running_router(backend.url) as started:
         yield started
-
-
-def test_a_stream_arrives_event_by_event(router: RunningRouter) -> None:
-    body = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "stream": True}
-    with router.http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
-    assert text == router.complete("abc", max_tokens=20).json()["choices"][0]["text"]
 
 
 def test_many_requests_share_few_connections(relay: RunningRouter, backend: Stub) -> None:
@@ -76,31 +61,30 @@ def test_a_chunked_body_reaches_the_replica_with_its_length(relay: RunningRouter
     assert seen.header(b"transfer-encoding") == seen.header(b"trailer") == []
 
 
-def test_pipelined_requests_are_answered_in_order(relay: RunningRouter, backend: Stub) -> None:
-    backend.answer = lambda seen, sock: whole(seen.body)
-    bodies = [b'{"prompt":"%d"}' % index for index in range(50)]
-    answer = exchange(relay.port, b"".join(post(body, close=body == bodies[-1]) for body in bodies))
-    assert [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == bodies
-
-
-def test_a_client_of_http_1_0_gets_an_answer_without_chunks(router: RunningRouter) -> None:
-    body = b'{"prompt":"abc","max_tokens":3,"stream":true}'
-    request = post(body, close=False).replace(b"HTTP/1.1", b"HTTP/1.0")
-    head, _, events = exchange(router.port, request).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head.lower()
-    assert events.startswith(b"data: ") and events.endswith(b"data: [DONE]\n\n")
+def test_a_client_of_http_1_0_gets_an_answer_without_chunks(relay: RunningRouter, backend: Stub) -> None:
+    backend.answer = stream = Hold(EVENT + b"0\r\n\r\n", first=STREAM + EVENT)
+    with clients(relay.port, post(close=False).replace(b"HTTP/1.1", b"HTTP/1.0")) as (sock,):
+        answer = sock.recv(65536)
+        stream.go.set()
+        head, _, events = (answer + read_all(sock)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and events == 2 * b"data: a\n\n"
 
 
 def test_the_headers_of_a_connection_and_private_ones_end_at_the_router(relay: RunningRouter, backend: Stub) -> None:
     replicas = (b"connection: x-inner", b"x-inner: 1", b"x-outer: 2", b"x-penstock-cached-tokens: 7")
     backend.answer = lambda seen, sock: whole(b"{}", b"200 OK", *replicas)
-    headers = (b"Connection: X-Mine, close", b"x-mine: 1", b"te: trailers", b"upgrade-insecure-requests: 1")
-    request = post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False)
+    offer = (
+        b"Connection: X-Mine, Upgrade, HTTP2-Settings, close",
+        b"Upgrade: h2c",
+        b"http2-settings: AAMAAABkAAQCAAAA",
+    )
+    others = (b"x-mine: 1", b"te: trailers", b"upgrade-insecure-requests: 1", b"x-penstock-forged: 1")
+    request = post(b'{"prompt":"abc"}', *offer, *others, close=False)
     answer = exchange(relay.port, request.replace(b"host: localhost", b"host: other.localhost"))
     assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
     names = {name for name, _ in backend.seen[-1].headers}
-    assert not names & {b"connection", b"x-mine", b"te", b"x-penstock-forged"}
-    assert b"upgrade-insecure-requests" in names
+    assert not names & {b"connection", b"x-mine", b"te", b"x-penstock-forged", b"upgrade", b"http2-settings"}
+    assert b"upgrade-insecure-requests" in names and backend.seen[-1].body == b'{"prompt":"abc"}'
     head = answer.partition(b"\r\n\r\n")[0].lower()
     assert b"x-outer: 2" in head and b"x-inner" not in head and b"x-penstock" not in head
 
@@ -188,6 +172,7 @@ def test_every_route_of_an_engine_is_passed_on(relay: RunningRouter, backend: St
     for path in sorted(PROXIED):
         assert relay.http.post(path, json={"model": "m"}).status_code == 200
         assert backend.seen[-1].line == b"POST %s HTTP/1.1" % path.encode()
+    assert relay.http.post("/v1/nowhere", json={"model": "m"}).status_code == 404
     for method, path, expected in table(__file__, "agents"):
         assert relay.http.request(method, path).status_code == expected, path
     metrics = relay.http.get("/metrics").text
@@ -198,3 +183,43 @@ def test_the_list_of_models_serves_clients_of_both_apis(relay: RunningRouter) ->
     models = relay.http.get("/v1/models").json()
     (model,) = models["data"]
     assert (models["has_more"], models["first_id"], model["type"]) == (False, model["id"], "model")
+
+
+def large_values(router: RunningRouter, exchange: Exchange) -> list[int]:
+    """Return the sizes of all large strings of bytes that the exchange keeps alive, however indirectly."""
+    seen: set[int] = {id(each) for each in (router.app, router.app.exchanges, router.app.edge, router.app.prompts)}
+    sizes, waiting = [], [exchange]
+    while waiting:
+        each: Any = waiting.pop()
+        if id(each) in seen or isinstance(each, (types.ModuleType, types.FunctionType, type, Fleet)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (bytes, bytearray)) and len(each) >= LARGE:
+            sizes.append(len(each))
+        if not isinstance(each, types.FrameType):
+            waiting += gc.get_referents(each)
+    return sizes
+
+
+@pytest.mark.parametrize(("tokenizes", "is_split"), [(False, False), (True, True)])
+def test_a_body_is_dropped_at_the_first_byte_of_its_answer(tokenizes: bool, is_split: bool) -> None:
+    may_answer, may_end = Hold(answer=None), Hold(b"0\r\n\r\n", first=STREAM + EVENT)
+
+    def stream(seen: Seen, sock: socket.socket) -> bytes | None:
+        may_answer(seen, sock)
+        return may_end(seen, sock)
+
+    with stub(stream) as backend, stub(stream) as prefill:
+        prefills = (f"{prefill.url},prefill=10.0.0.5:9100",) if is_split else ()
+        body = b'{"stream":true,"prompt":"' + b"abcd " * LARGE + b'"}'
+        with (
+            running_router(backend.url, *prefills, tokenizes=tokenizes) as router,
+            clients(router.port, post(body)) as (sock,),
+        ):
+            until(lambda: bool(backend.seen))
+            (exchange,) = router.app.exchanges
+            assert router.call(lambda: large_values(router, exchange))
+            may_answer.go.set()
+            assert b"data: a" in sock.recv(65536)
+            assert router.call(lambda: large_values(router, exchange)) == []
+            may_end.go.set()

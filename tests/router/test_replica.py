@@ -1,15 +1,21 @@
-"""The states of a replica, and the budget of retries, in virtual time."""
+"""The states of a replica, its probes, what it changes while it is up, and the budget of retries."""
 
 import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
+from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.backend import Backend
-from penstock.router.fleet.fleet import RetryBudget
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.fleet import Fleet, RetryBudget
+from penstock.router.fleet.probe import Probe
 from penstock.router.fleet.replica import (
     EJECTION_S,
     FAILURES_TO_EJECT,
@@ -19,7 +25,17 @@ from penstock.router.fleet.replica import (
     State,
 )
 from penstock.router.http.upstream import ConnectFailed
+from penstock.router.placement.placement import ReplicaInfo
+from penstock.router.placement.prepared_request import RequestFields
+from penstock.router.placement.prompts import COMPLETIONS, PromptReader
+from tests.engine.server.test_adapters_api import UNLOAD, load
+from tests.engine.server.test_control_api import update
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.oracle import content_folder
+from tests.support.oracle_engine import oracle_engine
+from tests.support.router_fleet import ADMIN, client_request, running_router, until
 from tests.support.router_stub import Hold, stub
+from tests.support.running_server import MODEL, running
 
 
 def up() -> Replica:
@@ -128,3 +144,124 @@ def test_the_budget_suffices_for_a_replica_that_dies_in_a_busy_fleet() -> None:
     for _ in range(1000):
         budget.deposit(num_in_flight=128)
     assert all(budget.take() for _ in range(128 // 8))
+
+
+@pytest.mark.parametrize("rounds", range(6))
+def test_a_probe_that_is_closed_when_it_becomes_due_ends(rounds: int) -> None:
+    async def run() -> None:
+        fleet = Fleet(RouterConfig(), lambda _replica: None)
+        replica = fleet.add(Backend("http://127.0.0.1:1"))
+        Probe(fleet, lambda *_: None, replica).start()
+        while replica.state == "starting":
+            await asyncio.sleep(0.01)
+        replica.probe_due.set()
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await fleet.tasks.close()
+
+    asyncio.run(run())
+
+
+def test_the_late_answer_of_a_removed_replica_does_not_replace_its_successor() -> None:
+    fleet = Fleet(RouterConfig(), lambda _replica: None)
+    before = fleet.add(Backend("http://127.0.0.1:1"))
+    fleet.detach(before)
+    after = fleet.add(Backend("http://127.0.0.1:1"))
+    for replica in (after, before):  # the removed one answers late
+        fleet.assign_group(replica, "m", ("m",), ReplicaInfo())
+    assert fleet.group_of("m").replicas == {after.url: after}
+    fleet.check()
+
+
+def test_a_replica_with_an_impossible_block_size_harms_no_other() -> None:
+    with stub() as good, stub() as bad:
+        bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
+        with running_router(good.url, bad.url, wait_for=1, admin_api_keys=(ADMIN,)) as router:
+            until(lambda: router.state(bad.url) == "down")
+            assert "block_size" in router.fleet.replicas[bad.url].reason
+            good.is_ready = False
+            until(lambda: router.state(good.url) == "draining")
+            good.is_ready = True
+            until(lambda: router.state(good.url) == "up")
+            assert router.change("DELETE", url=bad.url).status_code == 200
+            until(lambda: router.fleet.replicas.keys() == {good.url})
+            assert router.complete(model="m").status_code == 200
+
+
+def test_a_model_of_a_replica_that_is_on_this_machine_is_suggested_once_for_its_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.router")
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    with stub() as elsewhere, stub() as first, stub() as second:
+        for backend in (first, second):
+            backend.models = msgspec.json.encode({"data": [{"id": "m", "root": str(folder)}]})
+        with running_router(elsewhere.url, first.url):
+            assert "--tokenizer" not in caplog.text, "the folder has no model"
+        (folder / "config.json").write_text("{}")
+        with running_router(elsewhere.url, first.url, second.url):
+            assert caplog.text.count(f"with --tokenizer '{folder}' its cache can be followed") == 1
+        with running_router(first.url, tokenizes=True):
+            assert caplog.text.count("with --tokenizer") == 1
+
+
+def test_a_probe_that_fails_by_a_bug_is_logged_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe, bugs = Probe._probe, [ZeroDivisionError("a bug")]
+
+    async def probe_with_bugs(*arguments: Any) -> None:
+        if bugs:
+            raise bugs.pop()
+        await probe(*arguments)
+
+    monkeypatch.setattr(Probe, "_probe", probe_with_bugs)
+    with stub() as backend, running_router(backend.url):  # which waits until it is up
+        pass
+    (record,) = (record for record in caplog.records if record.exc_info)
+    assert backend.url in record.message and record.exc_info is not None
+
+
+def test_adapters_that_come_and_go_have_block_keys_of_their_own(tmp_path: Path) -> None:
+    engine = oracle_engine(enable_lora=True, max_model_len=4096)
+    with running(engine, allow_lora_updates=True) as server, running_router(server.url) as router:
+        group = router.fleet.group_of(MODEL)
+        placement = group.placement
+        assert group.adapters == {}
+        load(server, "sql", content_folder(tmp_path, "a"))
+        until(lambda: bool(group.adapters))
+        listed = server.http.get("/v1/models/sql").json()
+        assert group.adapters == {"sql": listed["adapter"]} and router.fleet.group_of("sql") is group
+        assert group.placement is placement, "the blocks that are cached stay known"
+        texts = PromptReader(byte_tokenizer())
+        request = client_request(COMPLETIONS, b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}')
+        parsed = RequestFields(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
+        for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
+            prepared = texts.prepare(request, parsed, placement, group.adapters.get(name))
+            assert prepared.prompt is not None
+            ((_, match),) = prepared.prompt.spaces
+            root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
+            keys = block_keys([97] * 64, listed["block_size"], root=root)
+            assert match.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
+        texts.close()
+        server.post(UNLOAD, {"lora_name": "sql"})
+        until(lambda: "sql" not in router.fleet.replicas[server.url].models)
+        assert group.adapters == {}
+
+
+def test_other_weights_have_other_keys_and_a_paused_replica_gets_nothing(tmp_path: Path) -> None:
+    engine = oracle_engine(max_model_len=4096)
+    with running(engine, allow_weight_updates=True) as server, running_router(server.url) as router:
+        replica = router.fleet.replicas[server.url]
+        before = replica.info.fingerprint
+        updated = update(server, content_folder(tmp_path, "a"))
+        until(lambda: replica.info.fingerprint != before)
+        assert replica.info.fingerprint.hex() == updated.json()["fingerprint"]
+        (space,) = router.fleet.group_of(MODEL).placement._spaces
+        assert space.root(None, None) == namespace_root(model=replica.info.fingerprint)
+        server.http.post("/pause?mode=keep")
+        until(lambda: not replica.is_up)
+        server.http.post("/resume")
+        until(lambda: replica.is_up)

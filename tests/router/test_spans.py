@@ -42,12 +42,7 @@ def test_a_request_is_one_trace_through_router_and_engine(collector: Collector) 
     assert {phase.parent_id for phase in phases} == {engine.span_id}
     assert {span.trace_id for span in collector.spans} == {TRACE}
     assert (root.service, engine.service) == ("penstock-router", "penstock")
-    # The clocks of two processes are set alike to within a millisecond.
-    slack_ns = 1_000_000
-    order = [begun_ns, root.begun_ns, attempt.begun_ns, engine.begun_ns + slack_ns]
-    assert order == sorted(order)
-    ends = [phases[2].ended_ns, attempt.ended_ns + slack_ns, root.ended_ns + slack_ns]  # the engine then cleans up
-    assert ends == sorted(ends)
+    assert begun_ns <= root.begun_ns <= attempt.begun_ns < attempt.ended_ns <= root.ended_ns
     assert root.attributes == {
         "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
@@ -58,7 +53,6 @@ def test_a_request_is_one_trace_through_router_and_engine(collector: Collector) 
     }
     assert attempt.attributes["server.address"] == "127.0.0.1" and attempt.attributes["server.port"] == replica.port
     assert attempt.attributes["penstock.router.outcome"] == "answered"
-    assert phases[1].ended_ns - phases[1].begun_ns > 5e6  # 300 tokens and more, at 20,000 a second
 
 
 def context(root: SpanSeen, attempt: SpanSeen, is_joined: bool) -> bytes:
@@ -109,29 +103,20 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
         assert replica.seen[0].header(b"traceparent") == [context(root, span, False)]
 
 
-def test_another_attempt_is_another_span_under_the_same_request(collector: Collector) -> None:
-    with stub_fleet(hang_up, ok, telemetry=traced(collector), policy="round-robin") as (router, _):
-        for _ in range(2):
-            assert router.complete().status_code == 200
-        roots = collector.named("POST /v1/completions", 2)
-        attempts = collector.named("attempt", 3)
-    retried = next(root for root in roots if root.attributes["penstock.router.attempts"] > 1)
-    children = [span for span in attempts if span.parent_id == retried.span_id]
-    first, *_, second = sorted(children, key=lambda span: span.begun_ns)
-    assert first.is_failed and first.attributes["error.type"] == "lost"
-    assert not second.is_failed and second.attributes["http.response.status_code"] == 200
-    assert not retried.is_failed
-
-
-def test_an_attempt_without_an_answer_has_no_status_of_an_earlier_one(collector: Collector) -> None:
+def test_each_attempt_is_a_span_under_the_request_with_its_own_outcome(collector: Collector) -> None:
     busy = whole(b"{}", b"503 Service Unavailable")
-    with stub_fleet(
-        *2 * [in_turn(lambda seen, sock: busy, hang_up)], telemetry=traced(collector), policy="round-robin"
-    ) as (router, _):
-        assert router.complete().status_code == 503
-        attempts = sorted(collector.named("attempt", 2), key=lambda span: span.begun_ns)
-    assert [span.attributes["penstock.router.outcome"] for span in attempts] == ["busy", "lost"]
-    assert "http.response.status_code" not in attempts[1].attributes
+    answers = (lambda seen, sock: busy, hang_up, ok)
+    with stub_fleet(*answers, telemetry=traced(collector), policy="round-robin") as (router, _):
+        assert router.complete().status_code == 200
+        root = collector.one("POST /v1/completions")
+        attempts = sorted(collector.named("attempt", 3), key=lambda span: span.begun_ns)
+    assert {span.parent_id for span in attempts} == {root.span_id} and not root.is_failed
+    assert root.attributes["penstock.router.attempts"] == 3
+    seen = [
+        (span.attributes["penstock.router.outcome"], span.attributes.get("http.response.status_code"), span.is_failed)
+        for span in attempts
+    ]
+    assert seen == [("busy", 503, True), ("lost", None, True), ("answered", 200, False)]
     assert attempts[1].attributes["error.type"] == "lost"
 
 

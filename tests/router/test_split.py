@@ -17,7 +17,7 @@ from penstock.router.serve import RouterProcess
 from tests.support.raw_http import clients, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import ADMIN, RunningRouter, running_router, until
-from tests.support.router_stub import Answer, Hold, Seen, Stub, first_fails, hang_up, in_turn, ok, stub, whole
+from tests.support.router_stub import Answer, Hold, Seen, Stub, first_fails, hang_up, in_turn, ok, sick, stub, whole
 
 LONG = "a prompt of some length " * 200
 PEER = "10.0.0.5:9100"
@@ -46,10 +46,6 @@ def when_both_are_asked(prefills: list[Stub]) -> Answer:
 
 def refuse(seen: Seen, sock: socket.socket) -> bytes:
     return whole(REFUSAL, b"400 Bad Request")
-
-
-def sick(seen: Seen, sock: socket.socket) -> bytes:
-    return whole(b"{}", b"500 Internal Server Error")
 
 
 def if_alone(answer: Answer) -> Answer:
@@ -263,7 +259,8 @@ def test_replicas_that_compute_prompts_come_and_go() -> None:
     with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=(ADMIN,)) as router:
         decode.answer = when_both_are_asked([prefill])
         assert router.complete(LONG).status_code == 200
-        assert router.change("POST", url=f"{prefill.url},prefill=nowhere").status_code == 400
+        refused = router.change("POST", url=f"{prefill.url},prefill=nowhere")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "url")
         assert router.change("POST", url=f"{prefill.url},prefill={PEER}").status_code == 200
         until(lambda: router.states() == ["up", "up"])
         assert router.complete("b" + LONG).status_code == 200

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.http.auth import OWNER_HEADER, Keys
 from tests.support.raw_http import connect, post, read_all, status
-from tests.support.router_fleet import RunningRouter, mock_fleet, running_router, until
+from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Hold, Seen, Stub, first_fails, hang_up, ok, stub, whole
 from tests.support.running_server import running
 
@@ -79,17 +79,6 @@ def test_a_response_whose_replica_is_unavailable_is_not_reported_as_lost(
             assert answer.headers["retry-after"] == "1"
             assert fault == "draining" or "of 2 replicas" in answer.json()["error"]["message"]
         assert not first.seen
-
-
-def test_every_turn_of_a_conversation_continues_the_previous_one() -> None:
-    with mock_fleet(2) as (router, _):
-        before = None
-        for turn in range(6):
-            body = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
-            answer = router.http.post("/v1/responses", json=body)
-            assert answer.status_code == 200, answer.text
-            before = answer.json()["id"]
-            assert router.http.get(f"/v1/responses/{before}").json()["id"] == before
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

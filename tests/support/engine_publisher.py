@@ -3,7 +3,6 @@ replica of raw sockets that describes itself as such an engine does."""
 
 import contextlib
 import hashlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,11 @@ FIELDS = {  # of an event as an array, in their order
 END = (-1).to_bytes(8, "big", signed=True)
 
 
-def names_of(tokens: Sequence[int], size: int, parent: bytes | None = None, seed: bytes = b"seed") -> list[bytes]:
+def names_of(tokens: Sequence[int], size: int) -> list[bytes]:
     """Return the engine's own names of whole blocks."""
-    names, last = [], parent or b""
+    names, last = [], b""
     for start in range(0, len(tokens) // size * size, size):
-        last = hashlib.md5(seed + last + repr(tokens[start : start + size]).encode(), usedforsecurity=False).digest()
+        last = hashlib.md5(last + repr(tokens[start : start + size]).encode(), usedforsecurity=False).digest()
         names.append(last)
     return names
 
@@ -63,72 +62,52 @@ def batch(*events: Any, time_s: float = 0.0) -> bytes:
 
 
 class Publisher:
-    """A PUB socket and the ROUTER socket that repeats. A thread owns both."""
+    """A PUB socket, and a ROUTER socket from which a thread repeats the latest batches."""
 
     def __init__(
-        self,
-        ports: tuple[int, int] = (0, 0),
-        *,
-        host: str = "127.0.0.1",
-        buffer: int = 10_000,
-        says_topic: bool = True,
+        self, ports: Sequence[int] = (0, 0), *, host: str = "127.0.0.1", buffer: int = 10_000, says_topic: bool = True
     ) -> None:
-        self.host, self.ports = host, ports
-        self._says_topic = says_topic
+        self.host = host
+        self._topic = [b""] if says_topic else []
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._number = 0
-        self._pending: queue.Queue[tuple[bytes, bool]] = queue.Queue()
-        self._stop, self._is_up = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._context = zmq.Context()
+        self._events, self._replay = sockets = [self._context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER)]
+        for each, port in zip(sockets, ports, strict=True):
+            each.setsockopt(zmq.IPV6, 1)
+            each.bind(f"tcp://{host}:{port or '*'}")
+        self.ports = [int(each.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]) for each in sockets]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._repeat)
         self._thread.start()
-        assert self._is_up.wait(60)
 
     def publish(self, *events: Any, is_lost: bool = False) -> None:
         """Publish a batch. `is_lost`: it reaches no subscriber, as when the network is away."""
-        self._pending.put((batch(*events, time_s=id(self) + self._number), is_lost))
-        self._pending.join()
+        payload = batch(*events, time_s=id(self) + self._number)
+        self._buffer.append((self._number, payload))
+        if not is_lost:
+            self._events.send_multipart([b"", self._number.to_bytes(8, "big"), payload])
+        self._number += 1
 
     def count_from_zero(self) -> None:
         """Begin the numbers of batches again, with nothing left to replay, while the sockets stay as they are."""
-        self._pending.join()
         self._buffer.clear()
         self._number = 0
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(60)
+        self._context.destroy(0)
 
-    def _run(self) -> None:
-        context = zmq.Context()
-        events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        try:
-            for each, port in zip((events, replay), self.ports, strict=True):
-                each.setsockopt(zmq.IPV6, 1)
-                each.bind(f"tcp://{self.host}:{port or '*'}")
-            ends = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (events, replay)]
-            self.ports = (int(ends[0].rpartition(":")[2]), int(ends[1].rpartition(":")[2]))
-            self._is_up.set()
-            while not self._stop.is_set():
-                if replay.poll(2):
-                    self._repeat(replay)
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        payload, is_lost = self._pending.get_nowait()
-                        self._buffer.append((self._number, payload))
-                        if not is_lost:
-                            events.send_multipart([b"", self._number.to_bytes(8, "big"), payload])
-                        self._number += 1
-                        self._pending.task_done()
-        finally:
-            context.destroy(0)
-
-    def _repeat(self, replay: "zmq.Socket[bytes]") -> None:
-        client, _, first = replay.recv_multipart()
-        topic = [b""] if self._says_topic else []
-        for number, payload in self._buffer:
-            if number >= int.from_bytes(first, "big"):
-                replay.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
-        replay.send_multipart([client, b"", *topic, END, b""])
+    def _repeat(self) -> None:
+        while not self._stop.is_set():
+            if not self._replay.poll(20):
+                continue
+            client, _, first = self._replay.recv_multipart()
+            for number, payload in list(self._buffer):
+                if number >= int.from_bytes(first, "big"):
+                    self._replay.send_multipart([client, b"", *self._topic, number.to_bytes(8, "big"), payload])
+            self._replay.send_multipart([client, b"", *self._topic, END, b""])
 
 
 class StandIn:

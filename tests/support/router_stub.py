@@ -40,6 +40,10 @@ def ok(seen: Seen, sock: socket.socket) -> bytes:
     return whole()
 
 
+def sick(seen: Seen, sock: socket.socket) -> bytes:
+    return whole(b"{}", b"500 Internal Server Error")
+
+
 def hang_up(seen: Seen, sock: socket.socket) -> None:
     """Read the request, and break the connection."""
 
