@@ -20,7 +20,7 @@ from penstock.engine.text.tools.call_kinds import Calls, NamedCalls, ToolSpec
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
-from tests.support.refusals import cases, hardest
+from tests.support.refusals import cases, hardest, hardest_rows
 from tests.support.tool_samples import CLOCK, FORMATS, ids_of, lark_matcher, read, verdict
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
@@ -154,11 +154,12 @@ THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
     "absent": (Thinking(THINK), ""),
     "present": (Thinking(THINK), "<think>Hm.</think>\n"),
 }
-BY_THOUGHT = pytest.mark.parametrize("thought", THOUGHTS)
+ROWS = [(name, thought) for name in WRITERS for thought in THOUGHTS]
+FAST_ROWS = [(name, thought) for name, thought in ROWS if thought == "none" or name in FORMATS]
+BY_THOUGHT = pytest.mark.parametrize(("name", "thought"), hardest_rows(ROWS, FAST_ROWS))
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
-@BY_FORMAT
 @SPECIAL
 @BY_THOUGHT
 def test_required_calls_of_the_template_are_the_only_answer(name: str, special: bool, thought: str) -> None:
@@ -178,7 +179,6 @@ def test_required_calls_of_the_template_are_the_only_answer(name: str, special: 
         assert outcome(name, held, special, before + text) == "refused", text
 
 
-@BY_FORMAT
 @SPECIAL
 @BY_THOUGHT
 @pytest.mark.parametrize("many", [False, True])
@@ -195,6 +195,9 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
         assert accepts(name, held, special, before + text), text
     for text in [*wrong, *(write([each]) for each in WRONG)]:
         assert outcome(name, held, special, before + text) == "refused", text
+    assert (
+        thinking is None or outcome(name, held, special, before.partition("</think>")[0] or "<think>") == "unfinished"
+    )
 
 
 @pytest.mark.parametrize("name", hardest(HELD, *KINDS, "mistral with args"))
