@@ -185,22 +185,6 @@ def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) ->
         rig.tier.check()
 
 
-def test_a_record_that_moved_after_an_index_was_written_is_found(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        names = range(rig.tier.stats()["slots"])
-        rig.store(*names)
-    with Rig(tmp_path) as rig:
-        folder = Path(rig.tier.directory)
-        opened = (folder / "index").read_bytes()
-        rig.store(*(f"other {name}" for name in names), *reversed(names))
-        kept = set(rig.tier.keys())
-    (folder / "index").write_bytes(opened)
-    with Rig(tmp_path) as rig:
-        rig.finish_scan()
-        assert set(rig.tier.keys()) == kept and rig.hits(*names) == len(kept)
-        rig.tier.check()
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [*hardest([6, 20], 6), pytest.param(1000, marks=pytest.mark.soak)])
 def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path, kills: int) -> None:

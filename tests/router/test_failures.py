@@ -323,6 +323,7 @@ def test_every_attempt_has_the_whole_response_timeout(end: bytes | None) -> None
             check_progress(router, ended_s + 60)
             second.go.set()
             assert status(read_all(sock)) == 200
+        assert not any(each.num_failures for each in router.fleet.replicas.values())
 
 
 def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:

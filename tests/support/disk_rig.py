@@ -1,5 +1,6 @@
 """A small disk tier to be unkind to, with payloads that say whether a byte is wrong."""
 
+import contextlib
 import hashlib
 import random
 import sys
@@ -35,7 +36,7 @@ def capacity_for(cells: int, chunk: int = CHUNK) -> int:
 PATIENT = DiskLimits(health=HealthLimits(stall_s=60.0))
 
 
-class Rig:
+class Rig(contextlib.AbstractContextManager["Rig"]):
     """A tier and what a caller does around it. Every load that ends well is compared."""
 
     def __init__(self, path: Path, cells: int = 16, chunk: int = CHUNK, fingerprint: bytes = b"model", **more: Any):
@@ -93,9 +94,6 @@ class Rig:
 
     def close(self) -> None:
         self.tier.close()
-
-    def __enter__(self) -> "Rig":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -125,7 +125,7 @@ class Send(Protocol):
 Answer: TypeAlias = Callable[[Get, Send], object]
 
 
-class LyingPeer:
+class LyingPeer(contextlib.AbstractContextManager["LyingPeer"]):
     """Greets as it should and says that it has `keys`; what it answers to a `Get` is up to `answer(get, send)`."""
 
     def __init__(self, keys: list[bytes], answer: Answer) -> None:
@@ -147,9 +147,6 @@ class LyingPeer:
         self._thread.join()
         self._socket.close()
         self._context.term()
-
-    def __enter__(self) -> "LyingPeer":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
