@@ -97,9 +97,7 @@ def test_an_engine_that_cannot_start_leaves_its_disk_to_the_next(folder: Path, d
         assert llm.info.stores == ("disk",)
 
 
-def test_metrics_of_all_peers_stand_under_one_tier_and_the_table_has_those_of_every_tier(
-    folder: Path, disk: str
-) -> None:
+def test_metrics_of_all_peers_stand_under_one_tier_and_all_are_in_the_table(folder: Path, disk: str) -> None:
     first, second = free_addresses(2)
     options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB", "kv_peer_listen": second, "kv_peers": [first]}
     with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, **options) as other:
