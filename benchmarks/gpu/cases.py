@@ -527,21 +527,17 @@ def recurrent(
     is_padded: bool = False,
 ) -> Iterator[Case]:
     """Yield a recurrent layer over rows of so many tokens; one row is new, and one goes from its pages to others.
-    `sizes`: key and value heads and their dimensions. `is_padded`: only the device knows the rows, as in a graph, which
-    has more tokens: these read no state and write to page 0, which is not compared."""
-    padding, tokens = [1, 69, 0] if is_padded else [], sum(counts)
-    layer = Layer.random(tokens + sum(padding), sizes, kit.dtype, device=kit.device, erases=erases)
+    `sizes`: key and value heads and their dimensions. `is_padded`: only the device knows the rows, as in a graph."""
+    layer = Layer.random(sum(counts), sizes, kit.dtype, device=kit.device, erases=erases)
     states = States(layer, len(counts) + 1, kit.device)
-    read = torch.nn.functional.pad(states.tables[:-1], (0, 0, 0, len(padding)))
-    write = read.clone()
+    write = states.tables[:-1].clone()
     write[0] = states.tables[-1]
-    batch = batch_of([*counts, *padding], read, write, new=tuple(range(len(counts) - 1, len(read))))
+    batch = batch_of(counts, states.tables[:-1].contiguous(), write, new=(len(counts) - 1,))
     if is_padded:
-        batch = as_in_a_graph(batch, len(counts))
+        batch = as_in_a_graph(batch)
 
-    def call(kernels: Kernels) -> tuple[torch.Tensor, ...]:
+    def call(kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         own = states.copy()
-        out = layer.run(kernels.ops, own.pages, batch)
-        return out[:tokens], out.isfinite(), own.pages.base[1:].view(torch.float32).nan_to_num()
+        return layer.run(kernels.ops, own.pages, batch), own.pages.base.view(torch.float32).nan_to_num()
 
     yield Case(name, call, 3e-2 if kit.dtype is torch.bfloat16 else 2e-4)

@@ -1,13 +1,28 @@
-"""The short convolution, the gated delta rule and Mamba 2 in Triton: precision, NaN, and tokens far apart."""
+"""The short convolution, the gated delta rule and Mamba 2 in Triton: padding, precision, NaN, and tokens far apart."""
 
 import mmap
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.support.recurrent import Layer, States, batch_of
+from tests.support.recurrent import Layer, States, as_in_a_graph, batch_of
 from tests.support.twins import torch_ops
+
+
+@pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
+def test_a_padded_batch_has_the_bits_of_its_rows(device: torch.device, erases: bool) -> None:
+    """In a graph, only the device knows the rows: padding reads no state and writes to page 0."""
+    counts, padding = [1, 3, 64, 65], [1, 69, 0]
+    layer = Layer.random(133 + 70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
+    padded, plain = States(layer, 4, device), States(layer, 4, device)
+    tables = F.pad(padded.tables, (0, 0, 0, 3))
+    batch = as_in_a_graph(batch_of([*counts, *padding], tables, new=(0, 4, 5, 6)), 4)
+    out = layer.run(OPS, padded.pages, batch)
+    expected = layer.part(torch.arange(133)).run(OPS, plain.pages, batch_of(counts, plain.tables, new=(0,)))
+    assert torch.equal(out[:133], expected) and out.isfinite().all()
+    assert torch.equal(padded.pages.base[1:], plain.pages.base[1:])
 
 
 def test_a_convolution_reads_tokens_more_than_two_billion_numbers_apart() -> None:
