@@ -24,6 +24,20 @@ class LayerCache(NamedTuple):
     units: int = 0
 
 
+class CacheNeeds(NamedTuple):
+    """The cache that a model's layers need: that of each, the bytes of the largest unit of a state, and the number of
+    tensors that an attention layer keeps of a token, with their width."""
+
+    layers: tuple[LayerCache, ...]
+    unit_bytes: int
+    kv_parts: int
+    kv_width: int
+
+    def layer_bytes(self, block_size: int, number_bytes: int) -> int:
+        """Return the bytes of an attention layer's block."""
+        return self.kv_parts * block_size * self.kv_width * number_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)

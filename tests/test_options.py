@@ -36,8 +36,9 @@ ON_FLAGS = {"enforce_eager", "batch_invariant", "enable_expert_parallel", "enabl
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return all but those that are accepted without effect."""
-    return [each for each in parser._actions if each.dest != "help" and each.default is not argparse.SUPPRESS]
+    """Return all but those that are accepted without effect, and --dry-run, which starts nothing."""
+    others = ("help", "dry_run")
+    return [each for each in parser._actions if each.dest not in others and each.default is not argparse.SUPPRESS]
 
 
 def parser_of(command: Any) -> argparse.ArgumentParser:

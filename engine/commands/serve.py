@@ -48,6 +48,9 @@ class ModelOptions:
     default_chat_template_kwargs: dict[str, Any] | None = flag(
         'variables of the chat template for requests that do not set them, like {"enable_thinking": false}', "JSON"
     )
+    dry_run: bool = flag(
+        "print the memory that the model would take, from the headers of its files, and exit", default=False
+    )
     revision: str | None = flag("branch, tag or commit of a model from the hub", "REV")
     generation_config: Literal["auto", "vllm"] = flag(
         "sampling defaults: those that the model's authors recommend (auto), or OpenAI's (vllm) (default: auto)",
@@ -83,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
     files = resolve_model(model, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
     server = server_config(args, files.name, {})
+    if args.dry_run:
+        for line in import_module("penstock.executors").preview(engine.executor):
+            _say(line)
+        return 0
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))

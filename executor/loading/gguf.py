@@ -88,8 +88,7 @@ class GgufCheckpoint:
         entry, shape = self._file.tensors[source.name], self._shape(source)
         index, of = source.expert or (0, 1)
         size = entry.size_bytes // of
-        offset = entry.offset + index * size
-        raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=offset)
+        raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=entry.offset + index * size)
         order = source.order
         if order is not None and order.of_columns:
             if order.size % entry.type.block:  # a block of codes has columns of several units

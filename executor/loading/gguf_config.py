@@ -79,21 +79,14 @@ class GgufFamily:
 
 
 @dataclass(frozen=True)
-class Off:
-    """Keys of features that are supported only where the key is read. Elsewhere these values turn them off."""
-
-    values: tuple[int, ...]
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class GgufTables:
     keys: dict[str, dict[str, Key | str]]  # config field → its key; a text is a key with an integer
     # Names of a layer's tensors in the file → HF names; # stands for the number of an expert, which the file stacks.
     names: dict[str, dict[str, str]]
     families: dict[str, GgufFamily]
     variants: dict[str, GgufFamily]  # models whose files have another architecture's name
-    off: tuple[Off, ...]
+    # Keys of features that are supported only where the key is read → the values that turn them off elsewhere.
+    off: dict[str, tuple[int, ...]]
     without_effect: tuple[str, ...]  # keys: the tensors show the same, or no feature that is supported uses them
 
 
@@ -282,9 +275,8 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
 
 def _refuse_unread(keys: Fields, config: Config) -> None:
     """Raise ExecutorError for settings that were not read, unless they have the value of a Llama or change nothing."""
-    for off in TABLES.off:
-        for key in keys.unread(*off.keys):
-            keys.only(key, None, *off.values)
+    for key in keys.unread(*TABLES.off):
+        keys.only(key, None, *TABLES.off[key])
     for key in keys.unread("attention.value_length", "rope.dimension_count"):
         keys.only(key, config["head_dim"], default=config["head_dim"])
     for key in keys.unread("attention.sliding_window"):

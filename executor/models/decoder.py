@@ -4,14 +4,14 @@ Sizes are those of one rank: heads and MLP columns are split over the ranks. The
 tables; keys and values are stored in the pages that `forward` receives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows, ForwardBatch, KvPages, LayerPages
-from penstock.executor.cache_layout import LayerCache
+from penstock.executor.cache_layout import CacheNeeds, LayerCache
 from penstock.executor.kernels import UNGATED, Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Linear
@@ -21,7 +21,7 @@ from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
 from penstock.executor.models.recurrent_layers import DeltaNet, Mamba, ShortConv, state_of
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import PADDING_ROWS, ConvSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
+from penstock.executor.models.spec import PADDING_ROWS, ConvSpec, DecoderSpec, DeltaSpec, MambaSpec
 from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
 
@@ -70,12 +70,8 @@ class LayerEnd:
 class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
-        heads = [spec.heads_of(index) for index in range(len(spec.layers))]
-        self.num_layers = sum(not each.reads_only for each in heads)  # the first ones: with own pages or a state
-        own = spec.layers[: self.num_layers]
-        self.caches, self.unit_bytes = _caches_of(spec, own, weights.dtype, weights.group.world)
-        self.kv_parts = 2 if spec.latent is None else 1
-        self.kv_width = max(heads_of(spec.num_heads, each.num_kv, weights.group)[1] * each.dim for each in heads)
+        self.cache = cache_needs(spec, weights.dtype, weights.group)
+        self.num_layers = len(self.cache.layers)  # the first ones: with own pages or a state
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(len(spec.layers), lambda index: _Layer(spec, index, weights, ops, tables))
         rounded = weights.dtype if spec.rounds_scale else torch.float64
@@ -197,14 +193,14 @@ class _TokenEmbedding:
         return self._group.gather_columns(self._head(hidden), self._size)
 
 
-def _caches_of(
-    spec: DecoderSpec, own: Sequence[LayerSpec], dtype: torch.dtype, world: int
-) -> tuple[tuple[LayerCache, ...], int]:
-    """Return the cache that each of these layers needs, and the bytes of the largest state unit."""
-    states = [(0, 0) if layer.recurrent is None else state_of(spec, layer.recurrent, dtype, world) for layer in own]
-    units = [num_units for num_units, _ in states]
-    caches = (LayerCache(None if num else layer.window, num) for layer, num in zip(own, units, strict=True))
-    return tuple(caches), max(num_bytes for _, num_bytes in states)
+def cache_needs(spec: DecoderSpec, dtype: torch.dtype, group: RankGroup) -> CacheNeeds:
+    """Return the needs of the layers that have pages of their own or a state."""
+    heads = [spec.heads_of(index) for index in range(len(spec.layers))]
+    own = [layer for layer, each in zip(spec.layers, heads, strict=True) if not each.reads_only]
+    states = [(0, 0) if each.recurrent is None else state_of(spec, each.recurrent, dtype, group.world) for each in own]
+    layers = (LayerCache(None if num else each.window, num) for each, (num, _) in zip(own, states, strict=True))
+    width = max(heads_of(spec.num_heads, each.num_kv, group)[1] * each.dim for each in heads)
+    return CacheNeeds(tuple(layers), max(size for _, size in states), 2 if spec.latent is None else 1, width)
 
 
 def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> Mixer:

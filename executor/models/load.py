@@ -99,9 +99,9 @@ def load_model(
     digests: Digests | None = None,
 ) -> LoadedModel:
     """Load a model from `checkpoint`. With `before`, the new weights can replace those of that model."""
-    name, spec, fields, arranged = _read_settings(config, checkpoint, progress)
-    kept_codes = _kept_codes(checkpoint, config, device)
-    dtype = before.dtype if before else _compute_dtype(config, fields, checkpoint, kept_codes, device, progress)
+    name, spec, fields, arranged = read_settings(config, checkpoint, progress)
+    kept = kept_codes(checkpoint, config, device)
+    dtype = before.dtype if before else compute_dtype(config, fields, checkpoint, kept, device, progress)
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
     fixed = ["fixed sums"] if config.batch_invariant and device.type != "cpu" else []
     if fixed:
@@ -115,7 +115,7 @@ def load_model(
     read: CheckpointReader | DummyWeights = DummyWeights(config.seed, dtype, has_blocks)
     if config.load_format != "dummy":
         read = CheckpointReader(arranged, config.model, digests.is_own if before is not None else lambda _name: False)
-    weights = Weights(read, dtype, device, group, progress, ops, digests, placement, kept_codes, config.enable_lora)
+    weights = Weights(read, dtype, device, group, progress, ops, digests, placement, kept, config.enable_lora)
     num_positions = config.max_model_len or spec.max_positions
     model = Decoder(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
@@ -142,7 +142,7 @@ def load_model(
     )
 
 
-def _read_settings(
+def read_settings(
     config: ExecutorConfig, checkpoint: Checkpoint, progress: Callable[[str], None]
 ) -> tuple[str, DecoderSpec, Fields, Checkpoint]:
     """Return the architecture's name, its settings, the fields of config.json, and the checkpoint in the decoder's
@@ -169,17 +169,17 @@ def _read_settings(
     return name, spec, fields, checkpoint
 
 
-def _compute_dtype(
+def compute_dtype(
     config: ExecutorConfig,
     fields: Fields,
     checkpoint: Checkpoint,
-    kept_codes: KeptCodes,
+    kept: KeptCodes,
     device: torch.device,
     progress: Callable[[str], None],
 ) -> torch.dtype:
     """Return the dtype that the model computes in, and report it if it differs from that of the stored weights."""
     is_gguf = Path(config.model).suffix == ".gguf"
-    if kept_codes == "all" and (is_gguf or isinstance(checkpoint, PackedCheckpoint)):
+    if kept == "all" and (is_gguf or isinstance(checkpoint, PackedCheckpoint)):
         stored = "float32"  # quantized products are more exact than bfloat16, so the rest is computed in float32
     else:
         is_dummy = config.load_format == "dummy"
@@ -213,7 +213,7 @@ def _open_adapters(
     return AdapterStore(config, products, spec.arrangement, weights.group, weights.dtype, device)
 
 
-def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
+def kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
     """Return which quantized weights stay quantized. An explicit dtype dequantizes all of them at load time."""
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
         return None

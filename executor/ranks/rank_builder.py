@@ -61,9 +61,9 @@ class RankBuilder:
 
     def __init__(self, settings: RankSettings, loaded: LoadedModel) -> None:
         self._settings, self._loaded = settings, loaded
-        model = loaded.model
-        layer_bytes = model.kv_parts * settings.config.block_size * model.kv_width * loaded.kv_dtype.itemsize
-        self._layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
+        needs = loaded.model.cache
+        layer_bytes = needs.layer_bytes(settings.config.block_size, loaded.kv_dtype.itemsize)
+        self._layout = plan_layout(needs.layers, loaded.num_positions, layer_bytes, needs.unit_bytes)
         self._block_bytes = self._layout.depth * layer_bytes
         self._runners = RunnerFactory(settings, self._layout)
 

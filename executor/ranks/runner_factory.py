@@ -35,9 +35,9 @@ class RunnerFactory:
     graph_bytes: int = 0  # the memory set aside for the graphs
 
     def allocate(self, loaded: LoadedModel, num_blocks: int) -> torch.Tensor:
-        model, size, device = loaded.model, self.settings.config.block_size, self.settings.device
+        needs, size, device = loaded.model.cache, self.settings.config.block_size, self.settings.device
         depth = self.layout.depth
-        return allocate_kv(num_blocks, depth, model.kv_parts, size, model.kv_width, loaded.kv_dtype, device)
+        return allocate_kv(num_blocks, depth, needs.kv_parts, size, needs.kv_width, loaded.kv_dtype, device)
 
     def choose_graph_rows(self, loaded: LoadedModel) -> tuple[int, ...]:
         """Return the numbers of rows to capture graphs for; none if an operation synchronizes with the device, which
@@ -55,7 +55,7 @@ class RunnerFactory:
         config = self.settings.config
         if config.batch_invariant or config.enable_eplb:
             return ()
-        most = MOST_ABSORBED if loaded.model.kv_parts == 1 else config.max_num_batched_tokens
+        most = MOST_ABSORBED if loaded.model.cache.kv_parts == 1 else config.max_num_batched_tokens
         return tuple(tokens for tokens in CHUNK_BUCKETS if tokens <= min(most, config.max_num_batched_tokens))
 
     def open(self, loaded: LoadedModel, kv: torch.Tensor, max_model_len: int) -> ModelRunner:

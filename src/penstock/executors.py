@@ -22,3 +22,10 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
     from penstock.executor.ranks.ray_executor import open_ray
 
     return open_ray(config, progress)
+
+
+def preview(config: ExecutorConfig) -> list[str]:
+    """Return lines about the memory that the model would take, without loading its weights."""
+    from penstock.executor.ranks import preview
+
+    return preview.preview(config)
