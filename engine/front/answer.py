@@ -74,7 +74,7 @@ class Choice:
         stops = params.stop_strings if stream is not None else []
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._may_stop: StopCondition = may_stop or (lambda _text: True)
-        self._num_tokens = 0
+        self.num_tokens = 0  # until the end or a stop string
 
     def push(self, output: Output) -> Update:
         """Return the update for this output; an empty one after the end, since the core samples until it is told of the
@@ -86,7 +86,7 @@ class Choice:
         if self._stream is not None:
             update.text, num_taken = self._text(self._stream, output)
         update.token_ids = output.tokens[:num_taken]
-        self._num_tokens += num_taken
+        self.num_tokens += num_taken
         if output.logprobs is not None:
             update.logprobs = output.logprobs[:num_taken]
         if output.weights_version:
@@ -110,12 +110,12 @@ class Choice:
         parts = []
         for num_taken, token in enumerate(visible, 1):
             text = stream.push([token])
-            may_stop = self._may_stop(text) and self._num_tokens + num_taken > self._min_tokens
+            may_stop = self._may_stop(text) and self.num_tokens + num_taken > self._min_tokens
             parts.append(self._stops.push(text, may_stop))
             if self._stops.matched is not None:
                 return "".join(parts), num_taken
         if output.finish_reason is not None:
-            is_past_minimum = self._num_tokens + len(visible) > self._min_tokens
+            is_past_minimum = self.num_tokens + len(visible) > self._min_tokens
             ended_well = output.finish_reason in ("stop", "length")
             text = stream.flush()
             parts.append(self._stops.push(text, self._may_stop(text) and ended_well and is_past_minimum))

@@ -70,14 +70,25 @@ class ServerMetrics(ProcessMetrics):
         self.histograms["generated"].observe(answer.num_tokens)
         if answer.reuse is not None:
             self.computed[answer.reuse.reason] += answer.num_prompt_tokens - answer.reuse.num_cached_tokens
+        longest = max(choice.num_tokens for choice in answer.choices)
+        self.histograms["longest"].observe(longest)
+        queued_s, first_s = answer.metrics.queued_s, answer.metrics.first_token_s
         ended_s = answer.metrics.finished_s if answer.is_finished else None
         self.histograms["whole"].observe(time.monotonic() - answer.started_s if ended_s is None else ended_s)
-        if answer.metrics.queued_s is not None:
-            self.histograms["queued"].observe(answer.metrics.queued_s)
+        if queued_s is not None:
+            self.histograms["queued"].observe(queued_s)
+        if queued_s is not None and first_s is not None:
+            self.histograms["prefill"].observe(max(0.0, first_s - queued_s))
+        if ended_s is not None and first_s is not None:
+            self.histograms["decode"].observe(ended_s - first_s)
+            if longest > 1:
+                self.histograms["per_token"].observe((ended_s - first_s) / (longest - 1))
 
     def collect(self) -> Iterator[Metric]:
         model, rows = self.model_name, METRICS.labelled
         yield from stats_families(self.engine.stats, model)
+        cache = str(self.engine.info.block_size), str(self.engine.info.num_blocks)
+        yield family(rows["cache"], [(cache, 1)])
         for distribution in self.histograms.values():
             yield distribution.family({"model_name": model})
         reasons = ("stop", "length", "abort", "error")

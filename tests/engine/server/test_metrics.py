@@ -58,6 +58,7 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     assert seen["vllm:num_requests_running{}"] == 3
     assert seen["vllm:num_requests_waiting{}"] == 4
     assert seen["vllm:kv_cache_usage_perc{}"] == 0.25
+    assert seen["vllm:cache_config_info{block_size=16,num_gpu_blocks=64}"] == 1
     assert seen["vllm:prefix_cache_hits_total{}"] / seen["vllm:prefix_cache_queries_total{}"] == 0.25
     assert seen["vllm:num_preemptions_total{}"] == 2
     assert (seen["vllm:prompt_tokens_total{}"], seen["vllm:generation_tokens_total{}"]) == (77, 88)
@@ -105,6 +106,8 @@ def test_requests_are_measured_once_whole_or_streamed(server: Running) -> None:
     assert seen["vllm:request_queue_time_seconds_sum{}"] == pytest.approx(0.003)
     assert seen["vllm:request_queue_time_seconds_bucket{le=0.005}"] == 3, "an empty queue is shown"
     assert seen["vllm:request_queue_time_seconds_bucket{le=0.3}"] == 3, "vLLM's bounds are there too"
+    assert seen["vllm:request_max_num_generation_tokens_sum{}"] == 5 + 5 + 4
+    assert seen["vllm:request_prefill_time_seconds_count{}"] == 3
     assert seen["vllm:request_success_total{finished_reason=length}"] == 2
     assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
     until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)
@@ -117,7 +120,7 @@ def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pyte
     submit = Submit("r.0", array("i", [1]).tobytes(), Sampling(), 9)
     answer = Answer([submit], [Choice(0, SamplingParams(), None)], lambda _: None)
     reads: list[tuple[float, list[tuple[float, Output]]]] = [
-        (50.0, [(1.0, Output("r.0", [1]))]),
+        (50.0, [(1.0, Output("r.0", [1], queued_s=0.25))]),
         (60.0, [(3.0, Output("r.0", [2])), (5.0, Output("r.0", [3]))]),
         (70.0, [(8.0, Output("r.0", [4], "length"))]),
     ]
@@ -128,8 +131,9 @@ def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pyte
         now_s = read_s
         metrics.see(answer, answer.updates())
     metrics.end(answer)
-    totals = [metrics.histograms[name].total for name in ("first_token", "next_token", "whole")]
-    assert totals == [1.0, 4 / 2 + 3, 8.0]
+    names = ("first_token", "next_token", "whole", "queued", "prefill", "decode", "per_token", "longest")
+    totals = [metrics.histograms[name].total for name in names]
+    assert totals == [1.0, 4 / 2 + 3, 8.0, 0.25, 0.75, 7.0, 7 / 3, 4]
 
 
 def test_requests_that_the_connection_refuses_are_counted_too() -> None:
