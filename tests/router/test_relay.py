@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import socket
 import threading
 import types
@@ -177,6 +178,8 @@ def test_every_route_of_an_engine_is_passed_on(relay: RunningRouter, backend: St
         assert relay.http.request(method, path).status_code == expected, path
     metrics = relay.http.get("/metrics").text
     assert '"/v1/responses/"' in metrics and "resp_x" not in metrics
+    first_bytes = re.search(r"^penstock:router_first_byte_seconds_count (\S+)$", metrics, re.MULTILINE)
+    assert first_bytes is not None and float(first_bytes[1]) >= len(PROXIED)
 
 
 def test_the_list_of_models_serves_clients_of_both_apis(relay: RunningRouter) -> None:
