@@ -135,7 +135,7 @@ def opened(row: Row, request: pytest.FixtureRequest) -> Iterator[Any]:
         compute_codes_as_a_gpu(patch)
     elif row.way == "gpu of experts":  # its grouped products take the codes of all experts in one tensor
         compute_with(patch, changed(torch_ops, fused_experts=experts.fused_experts))
-        patch.setattr("penstock.executor.models.load._kept_codes", lambda *_: "MXFP4")
+        patch.setattr("penstock.executor.models.load.kept_codes", lambda *_: "MXFP4")
     executor = executor_of(path, dtype=row.dtype)
     if row.way.startswith("gpu"):
         assert {NUMBERS, BYTES} & executor.info.memory.keys() == {NUMBERS} & {row.kept}

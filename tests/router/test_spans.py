@@ -105,8 +105,8 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
 
 def test_each_attempt_is_a_span_under_the_request_with_its_own_outcome(collector: Collector) -> None:
     busy = whole(b"{}", b"503 Service Unavailable")
-    answers = (lambda seen, sock: busy, hang_up, ok)
-    with stub_fleet(*answers, telemetry=traced(collector), policy="round-robin") as (router, _):
+    script = in_turn(lambda seen, sock: busy, hang_up, ok)  # in the order of the attempts, whichever replicas get them
+    with stub_fleet(script, script, script, telemetry=traced(collector), policy="round-robin") as (router, _):
         assert router.complete().status_code == 200
         root = collector.one("POST /v1/completions")
         attempts = sorted(collector.named("attempt", 3), key=lambda span: span.begun_ns)
