@@ -10,7 +10,7 @@ from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecti
 from tests.support.raw_http import clients, exchange, post, status
 from tests.support.refusals import table
 from tests.support.router_fleet import mock_replicas, running_router, stub_fleet
-from tests.support.router_stub import EVENT, STREAM, Hold, Seen, hang_up, in_turn, ok, stub, whole
+from tests.support.router_stub import EVENT, STREAM, Hold, Seen, first_fails, hang_up, in_turn, ok, stub, whole
 from tests.support.running_server import until
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_computed_elsewhere_has_a_span_of_its_own(collector: Co
 
 def test_each_attempt_is_a_span_under_the_request_with_its_own_outcome(collector: Collector) -> None:
     busy = whole(b"{}", b"503 Service Unavailable")
-    script = in_turn(lambda seen, sock: busy, hang_up, ok)  # in the order of the attempts, whichever replicas get them
+    script = first_fails(lambda seen, sock: busy, hang_up, ok)
     with stub_fleet(script, script, script, telemetry=traced(collector), policy="round-robin") as (router, _):
         assert router.complete().status_code == 200
         root = collector.one("POST /v1/completions")

@@ -54,14 +54,15 @@ def in_turn(*answers: Answer) -> Answer:
     return lambda seen, sock: next(turns)(seen, sock)
 
 
-def first_fails(broken: Answer, others: Answer) -> Answer:
-    """Return an answer for several stubs: the one that is asked first always gives `broken`, and the rest `others`."""
+def first_fails(*answers: Answer) -> Answer:
+    """Return an answer for several stubs: the one that is asked first always gives the first of these, the one that is
+    asked next the second, and the rest the last."""
     hosts: list[list[bytes]] = []
 
     def answer(seen: Seen, sock: socket.socket) -> bytes | None:
-        host = seen.header(b"host")
-        hosts.append(host)
-        return (broken if host == hosts[0] else others)(seen, sock)
+        if (host := seen.header(b"host")) not in hosts:
+            hosts.append(host)
+        return answers[min(hosts.index(host), len(answers) - 1)](seen, sock)
 
     return answer
 
