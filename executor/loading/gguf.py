@@ -36,6 +36,15 @@ class _Order(NamedTuple):
         num = shape[-1 if self.of_columns else 0] - self.start
         return num >= 0 and num % (self.repeats * self.groups * self.size) == 0
 
+    def restored(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the rows of a matrix of this shape, which are numbers or bytes without a dimension, in our order."""
+        width = rows.numel() // shape[0]
+        repeats, unit = self.repeats, self.size * width
+        if self.of_columns:
+            repeats, unit = shape[0], unit // shape[1]
+        moved = rows[self.start * width :].view(repeats, -1, self.groups, unit).transpose(1, 2)
+        return torch.cat((rows[: self.start * width], moved.reshape(-1)))
+
 
 class _Source(NamedTuple):
     """The tensor of the file that contains an HF tensor, and how the converter changed it."""
@@ -71,9 +80,9 @@ class GgufCheckpoint:
         if source.parts:
             (heads, rank, nope), (_, value, _) = (self._file.tensors[part].shape for part in source.parts)
             return heads * (nope + value), rank
-        if source.change is not None:
-            return tuple(self._read(source).shape)
         shape = self._file.tensors[source.name].shape
+        if source.change is not None:
+            return tuple(source.change(torch.empty(shape, device="meta")).shape)
         return shape if source.expert is None else shape[1:]
 
     def read(self, name: str) -> Tensor | Weight:
@@ -89,17 +98,11 @@ class GgufCheckpoint:
         index, of = source.expert or (0, 1)
         size = entry.size_bytes // of
         raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=entry.offset + index * size)
-        order = source.order
-        if order is not None and order.of_columns:
-            if order.size % entry.type.block:  # a block of codes has columns of several units
-                values = self._float_tensor(source._replace(order=None))
-                return _ordered(values.flatten(), shape[0], order.groups, order.size).view(shape)
-            unit = order.size // entry.type.block * entry.type.size_bytes
-            raw = _ordered(raw, shape[0], order.groups, unit)
-        elif order is not None:
-            row = raw.numel() // shape[0]
-            rest = _ordered(raw[order.start * row :], order.repeats, order.groups, order.size * row)
-            raw = torch.cat((raw[: order.start * row], rest))
+        if (order := source.order) is not None:
+            if order.of_columns and order.size % entry.type.block:  # a block of codes has columns of several units
+                numbers = self._float_tensor(source._replace(order=None))
+                return order.restored(numbers.flatten(), shape).view(shape)
+            raw = order.restored(raw, shape)
         if not entry.type.is_quantized:
             values = raw.view(_FLOATS[entry.type.name]).view(shape)
         else:
@@ -117,25 +120,16 @@ class GgufCheckpoint:
         return values.view(self._file.tensors[source.name].shape)
 
 
-def _ordered(stored: Tensor, repeats: int, groups: int, unit: int) -> Tensor:
-    return stored.view(repeats, -1, groups, unit).transpose(1, 2).reshape(-1)
-
-
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MODEL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "token_embd_norm.weight": "model.norm.weight",  # LFM2
-    "output.weight": "lm_head.weight",
-}
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The file has these in another form: a vector in place of a matrix of one row, the decay instead of its logarithm, or a
 # dimension more or less.
-_CHANGES: dict[str | tuple[str, ...], Callable[[Tensor], Tensor]] = {
+_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "shared_expert_gate.weight": lambda vector: vector.reshape(1, -1),
     ".A_log": lambda decay: decay.neg().log().flatten(),
     ".D": torch.flatten,
-    ("mixer.norm.weight", "mamba.norm.weight"): torch.flatten,
+    "mixer.norm.weight": torch.flatten,
+    "mamba.norm.weight": torch.flatten,
     ".conv1d.weight": lambda taps: taps.unsqueeze(1),
     ".conv.weight": lambda taps: taps.unsqueeze(1),
 }
@@ -153,7 +147,7 @@ def _sources(config: dict[str, Any], file: GgufFile) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for name in sorted(file.tensors.keys() - {"rope_freqs.weight", *FACTORS}):
         shape, place = file.tensors[name].shape, re.fullmatch(r"blk\.(\d{1,5})\.(.*)", name)
-        ours = _MODEL.get(name) if place is None else names.get(place[2])
+        ours = TABLES.names["model"].get(name) if place is None else names.get(place[2])
         index = -1 if place is None else int(place[1])
         if num_layers <= index < num_layers + config["num_nextn_predict_layers"]:
             continue

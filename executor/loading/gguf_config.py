@@ -81,7 +81,8 @@ class GgufFamily:
 @dataclass(frozen=True)
 class GgufTables:
     keys: dict[str, dict[str, Key | str]]  # config field → its key; a text is a key with an integer
-    # Names of a layer's tensors in the file → HF names; # stands for the number of an expert, which the file stacks.
+    # Names in the file → HF names. The group "model" has tensors outside of the layers, the others have those of a layer.
+    # A tensor with # in its HF name stacks all experts; # stands for an expert's number.
     names: dict[str, dict[str, str]]
     families: dict[str, GgufFamily]
     variants: dict[str, GgufFamily]  # models whose files have another architecture's name

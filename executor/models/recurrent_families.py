@@ -67,9 +67,8 @@ def lfm2(fields: Fields) -> DecoderSpec:
     full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(len(attends))
     conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
     layers = pick_layers(own, attends, [index in full for index in range(len(attends))], "conv", recurrent=conv)
-    return replace(
-        spec_of(own, layers, qk_norm=True, arrangement=ARRANGEMENTS["lfm2"]), intermediate_size=_lfm2_mlp(own)
-    )
+    spec = spec_of(own, layers, qk_norm=True, arrangement=ARRANGEMENTS["lfm2"])
+    return replace(spec, intermediate_size=_lfm2_mlp(own))
 
 
 def lfm2_moe(fields: Fields) -> DecoderSpec:
