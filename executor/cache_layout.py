@@ -33,10 +33,6 @@ class CacheNeeds(NamedTuple):
     kv_parts: int
     kv_width: int
 
-    def layer_bytes(self, block_size: int, number_bytes: int) -> int:
-        """Return the bytes of an attention layer's block."""
-        return self.kv_parts * block_size * self.kv_width * number_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
@@ -58,6 +54,13 @@ class CacheLayout:
     def group_of(self) -> tuple[int, ...]:
         """Each layer's group in the form of `ForwardBatch.group_of`: empty if there is only one group."""
         return tuple(group for group, _ in self.places) if len(self.groups) > 1 else ()
+
+
+def plan_pages(needs: CacheNeeds, longest: int, block_size: int, number_bytes: int) -> tuple[CacheLayout, int]:
+    """Return the layout of a model's cache, and the bytes of a page; `number_bytes` is the size of a key's number."""
+    layer_bytes = needs.kv_parts * block_size * needs.kv_width * number_bytes
+    layout = plan_layout(needs.layers, longest, layer_bytes, needs.unit_bytes)
+    return layout, layout.depth * layer_bytes
 
 
 def plan_layout(layers: Sequence[LayerCache], longest: int, layer_bytes: int, unit_bytes: int = 0) -> CacheLayout:

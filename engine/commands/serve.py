@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config(str(files.path), options)
     server = server_config(args, files.name, {})
     if args.dry_run:
-        for line in import_module("penstock.executors").preview(engine.executor):
-            _say(line)
+        _say_memory(import_module("penstock.executors").preview(engine.executor))
         return 0
     import uvloop
 
@@ -178,6 +177,10 @@ def _say_memory(info: ModelInfo) -> None:
         "kv_cache": "as many as the cache holds",
     }
     _say(f"  the cache has {info.num_blocks - 1:,} blocks of {info.block_size} tokens")
+    typical, step = min(2000, info.max_model_len), info.max_num_batched_tokens
+    pages = sum(group.most_pages(typical, step, info.block_size) for group in info.groups)
+    size = f"{pages * info.block_bytes / 2**20:,.1f} MiB"
+    _say(f"  a request of {typical:,} tokens takes {size} of it; {(info.num_blocks - 1) // pages:,} fit")
     _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit[info.context_limit]}")
 
 

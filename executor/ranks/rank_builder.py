@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.executor.cache_layout import plan_layout
+from penstock.executor.cache_layout import plan_pages
 from penstock.executor.kernels.select import select_input_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.machine import usable_cores
@@ -61,10 +61,8 @@ class RankBuilder:
 
     def __init__(self, settings: RankSettings, loaded: LoadedModel) -> None:
         self._settings, self._loaded = settings, loaded
-        needs = loaded.model.cache
-        layer_bytes = needs.layer_bytes(settings.config.block_size, loaded.kv_dtype.itemsize)
-        self._layout = plan_layout(needs.layers, loaded.num_positions, layer_bytes, needs.unit_bytes)
-        self._block_bytes = self._layout.depth * layer_bytes
+        sizes = loaded.num_positions, settings.config.block_size, loaded.kv_dtype.itemsize
+        self._layout, self._block_bytes = plan_pages(loaded.model.cache, *sizes)
         self._runners = RunnerFactory(settings, self._layout)
 
     def build(self) -> Rank:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.executor.protocol import Executor, ExecutorConfig
+from penstock.executor.protocol import Executor, ExecutorConfig, ModelInfo
 from penstock.executor.ranks.ranked import open_multiproc
 
 
@@ -24,8 +24,8 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
     return open_ray(config, progress)
 
 
-def preview(config: ExecutorConfig) -> list[str]:
-    """Return lines about the memory that the model would take, without loading its weights."""
+def preview(config: ExecutorConfig) -> ModelInfo:
+    """Return what a start would say of the model and its memory, without loading its weights."""
     from penstock.executor.ranks import preview
 
     return preview.preview(config)

@@ -1,11 +1,13 @@
 """`penstock serve --dry-run` prints what a start would allocate."""
 
 import re
+from typing import Any
 
 import pytest
 
+from penstock import executors
 from penstock.cli import main
-from tests.support.checkpoints import executor_of
+from tests.support.checkpoints import config_of, executor_of
 from tests.support.stored_models import stored
 
 
@@ -18,23 +20,25 @@ def number(line: str, before: str) -> float:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3.5", "deepseek-v3", "gguf/mixed"])
 def test_a_preview_has_the_sizes_of_a_start(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = stored(name)
-    options = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "auto"}
+    options: dict[str, Any] = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "auto"}
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     assert main(["serve", str(path), "--dry-run", "--max-num-seqs", "16", *words]) == 0
-    first, weights, cache, request, longest = capsys.readouterr().out.splitlines()
+    first, *_, cache, blocks, request, longest = capsys.readouterr().out.splitlines()
 
     executor = executor_of(path, **options)
     info, block_bytes = executor.info, executor.info.block_bytes
     executor.close()
-    assert first == f"{info.architecture} on cpu, computed in {info.dtype}"
-    stored_bytes = sum(size for kind, size in info.memory.items() if "weights" in kind)
-    assert number(weights, " MiB") == pytest.approx(stored_bytes / 2**20, rel=0.1, abs=0.06)
-    assert number(cache, " MiB") == pytest.approx(info.num_blocks * block_bytes / 2**20, abs=0.06)
-    assert number(cache, " blocks") == info.num_blocks - 1
+    assert first == f"{info.architecture} on cpu"
+    assert number(cache, " MiB") == round(info.num_blocks * block_bytes / 2**20)
+    assert number(blocks, " blocks") == info.num_blocks - 1
     assert number(longest, " tokens") == info.max_model_len
     pages = sum(each.most_pages(int(number(request, " tokens")), 2048, 8) for each in info.groups)
     assert number(request, " MiB") == pytest.approx(pages * block_bytes / 2**20, abs=0.06)
     assert number(request, " fit") == (info.num_blocks - 1) // pages
+    preview = executors.preview(config_of(path, **options))
+    assert (preview.dtype, preview.memory["KV cache"]) == (info.dtype, info.memory["KV cache"])
+    stored_bytes = sum(size for kind, size in info.memory.items() if "weights" in kind)
+    assert preview.memory["weights"] == pytest.approx(stored_bytes, rel=0.1, abs=0.06 * 2**20)
 
 
 def test_a_preview_of_several_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
