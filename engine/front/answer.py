@@ -74,7 +74,7 @@ class Choice:
         stops = params.stop_strings if stream is not None else []
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._may_stop: StopCondition = may_stop or (lambda _text: True)
-        self.num_tokens = 0  # until the end or a stop string
+        self.num_tokens = 0  # so far, without those after a stop string
 
     def push(self, output: Output) -> Update:
         """Return the update for this output; an empty one after the end, since the core samples until it is told of the
