@@ -1,22 +1,24 @@
 """The options of an engine, as flags and keywords; `engine_config` makes the frozen configuration of them.
 
-Unknown names are errors. Nothing here looks at the hardware.
+Every field of `ExecutorConfig` and `SchedulerConfig` is an option; flags.json has the help text of each. Unknown names are
+errors. Nothing here looks at the hardware.
 """
 
 import argparse
 import os
 import warnings
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
-from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.options import (
     Count,
     D,
+    Declared,
     Length,
     Seed,
     add_options,
@@ -25,13 +27,14 @@ from penstock.engine.options import (
     converted,
     count,
     flag,
+    flags_of,
     options_of,
     size_bytes,
     without_aliases,
 )
 from penstock.engine.sampling_params import plain_number
 from penstock.engine.vllm_options import add_ignored_options, split_ignored, unknown_option
-from penstock.executor.protocol import Device, DType, EplbConfig, ExecutorConfig, ExecutorKind, KvDType, LoadFormat
+from penstock.executor.protocol import ExecutorConfig, ExecutorKind
 
 DTYPES = {
     "half": "float16",
@@ -44,111 +47,34 @@ EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # vLLM's names → ours
 MAX_PEERS = 16  # each needs several threads and connections
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Every option of an engine, as flags and as keywords of `LLM(...)`. None: not given, so the default holds."""
+# Types of options that differ from those of their fields. Every other integer is at least 1 as an option: a field's default
+# of 0 means none, or that the device decides.
+TYPES = {"executor": ExecutorKind, "max_queued_requests": Length, "seed": Seed}
+READERS: dict[str, Callable[[str], Any]] = {
+    "dtype": lambda text: DTYPES.get(text, text),
+    "executor": lambda text: EXECUTORS.get(text, text),
+    "max_model_len": lambda text: None if text == "auto" else count(text),
+    **dict.fromkeys(("kv_cache_bytes", "kv_host_bytes", "kv_disk_bytes"), size_bytes),
+}
 
-    dtype: DType | None = flag(
-        "number format of weights and activations (default: the model's own; GGUF weights stay quantized on a CPU)",
-        read=lambda text: DTYPES.get(text, text),
-        opens="engine",
-    )
-    device: Device | None = flag("default: cuda if available, else cpu")
-    load_format: LoadFormat | None = flag("dummy: seeded random weights, for benchmarks")
-    max_model_len: Count | None = flag(
-        "maximum tokens of prompt and answer, or auto: as many as the model allows and the cache holds (default: auto)",
-        "N",
-        read=lambda text: None if text == "auto" else count(text),
-    )
-    max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
-    max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048 on a CPU, 8192 on a GPU)", "N")
-    max_queued_requests: Length | None = flag(
-        "maximum number of queued requests; further ones get 429 (default: 4096)",
-        "N",
-        ("--max-queued-requests", "--max-num-queued-reqs"),
-    )
-    patience_s: Annotated[float, Meta(ge=0)] | None = None
-    block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
-    enable_prefix_caching: bool | None = flag(
-        "reuse cached KV blocks for prompts with the same prefix (default: on)", has_off=True
-    )
-    speculative_config: SpeculativeConfig | None = flag(
-        'speculative decoding with n-grams, like {"method": "ngram", '
-        '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
-        "JSON",
-        ("--speculative-config", "-sc"),
-    )
-    enforce_eager: bool | None = flag(
-        "do not use CUDA graphs; kernels are still warmed up (default: off)", has_off=True
-    )
-    batch_invariant: bool | None = flag(
-        "make results on a GPU independent of the rest of the batch, as they always are on a CPU "
-        "(default: off; slower)",
-        has_off=True,
-    )
-    seed: Seed | None = flag("seed of requests without their own, and of dummy weights (default: none, and 0)", "N")
-    hf_overrides: dict[str, Any] | None = flag("entries of the model's config.json to replace", "JSON")
-    kv_cache_dtype: KvDType | None = flag(
-        "fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "
-        "(default: auto, the model's own)",
-        opens="memory",
-    )
-    kv_cache_bytes: Count | None = flag(
-        "memory for the KV cache, like 8GiB", "SIZE", ("--kv-cache-bytes", "--kv-cache-memory-bytes"), read=size_bytes
-    )
-    kv_host_bytes: Count | None = flag(
-        "host memory for KV blocks that were evicted from the cache (default: none)", "SIZE", read=size_bytes
-    )
-    kv_disk_path: str | None = flag(
-        "directory for KV blocks that are evicted from host memory or kept over a restart", "DIR"
-    )
-    kv_disk_bytes: Count | None = flag(
-        "size limit of that directory; required with --kv-disk-path", "SIZE", read=size_bytes
-    )
-    kv_peers: tuple[str, ...] | None = flag(
-        "also load KV blocks from the engine that listens there; repeat for more than one", "HOST:PORT"
-    )
-    kv_peer_listen: str | None = flag(
-        "serve KV blocks to other engines at this address; rank r uses PORT + r", "HOST:PORT"
-    )
-    kv_peer_secret_file: str | None = flag(
-        f"file with the secret that engines share; else {SECRET_VARIABLE} in the environment. "
-        "Without it, peers must be on this machine's loopback",
-        "FILE",
-    )
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
-        "share of the GPU to use when no size is given (default: 0.9)",
-        "F",
-        ("--gpu-memory-utilization", "--device-memory-utilization"),
-    )
-    enable_lora: bool | None = flag("enable LoRA adapters (default: off)", has_off=True, opens="adapters")
-    max_loras: Annotated[int, Meta(ge=1, le=256)] | None = flag(
-        "adapters on the device, which is also the most that one step may use (default: 8)", "N"
-    )
-    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("largest rank of an adapter (default: 16)", "N")
-    max_cpu_loras: Count | None = flag("adapters held in host memory (default: 64)", "N")
-    enable_expert_parallel: bool | None = flag(
-        "expert parallelism: each rank holds whole experts, not a slice of each (default: off)",
-        names=("--enable-expert-parallel", "-ep"),
-        has_off=True,
-        opens="ranks",
-    )
-    enable_eplb: bool | None = flag(
-        "rebalance experts over the ranks as their load changes (default: off)", has_off=True
-    )
-    eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
-    tensor_parallel_size: Count | None = flag(
-        "ranks (GPUs) to split the model over (default: 1)", "N", ("--tensor-parallel-size", "-tp")
-    )
-    executor: ExecutorKind | None = flag(
-        "in the engine core's process, in one process per rank, or on a running Ray cluster "
-        "(default: auto, by the number of ranks)",
-        names=("--executor", "--distributed-executor-backend"),
-        read=lambda text: EXECUTORS.get(text, text),
-    )
-    ray_allow_open_dashboard: bool | None = flag(
-        "use a Ray cluster even if its dashboard accepts jobs from the network"
-    )
+
+def _option_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, type and declaration of each option, in the order of flags.json; those without a flag are last."""
+    kinds = (ExecutorConfig, SchedulerConfig)
+    fields = {field.name: field for kind in kinds for field in msgspec.structs.fields(kind)}
+    fields["executor"] = fields.pop("kind")
+    del fields["model"]  # an argument of its own
+    for name in dict.fromkeys([*flags_of(__name__)["EngineOptions"], *fields]):
+        declared, default = fields[name].type, fields[name].default
+        kind: Any = TYPES.get(name, Count if declared in (int, int | None) else declared)
+        number = default if isinstance(default, int | float) else None
+        yield name, kind | None, flag(read=READERS.get(name), stands_for=number)
+
+
+# None: not given, so that the field's default holds.
+EngineOptions: type[Declared] = make_dataclass(
+    "EngineOptions", _option_fields(), frozen=True, kw_only=True, namespace={"__module__": __name__}
+)
 
 
 def chosen(args: argparse.Namespace, kind: type[D]) -> D:
@@ -182,16 +108,15 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         raise ConfigError(f"{unknown[0]}: {unknown_option(unknown[0], names)}")
     try:
         kept = without_aliases(kept, EngineOptions)
-        engine_options = converted(kept, EngineOptions)
-        values = {name: getattr(engine_options, name) for name in kept} | {
-            "model": model_path,
-            "kind": engine_options.executor or "auto",
-        }
+        checked = converted(kept, EngineOptions)
+        values = {name: getattr(checked, name) for name in kept} | {"model": model_path}
+        if "executor" in values:
+            values["kind"] = values["executor"]
         config = EngineConfig(
             executor=ExecutorConfig(**_fields_of(ExecutorConfig, values)),
             scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, values)),
         )
-        _check_together(engine_options, config)
+        _check_together(values, config)
         _check_peers(config.executor)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -202,7 +127,7 @@ def _fields_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_together(options: EngineOptions, config: EngineConfig) -> None:
+def _check_together(options: dict[str, Any], config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
@@ -216,7 +141,7 @@ def _check_together(options: EngineOptions, config: EngineConfig) -> None:
         (("kv_disk_bytes",), executor.kv_disk_path, "kv_disk_path"),
     ):
         for name in names if not is_met else ():
-            if getattr(options, name):
+            if options.get(name):
                 raise ValueError(f"{name}: given; it requires {required}")
     if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(

@@ -1,9 +1,10 @@
-"""Declares options as fields of the dataclasses that configure an engine, a server or a router.
+"""Makes options of the fields of the dataclasses that configure an engine, a server or a router.
 
-    max_num_seqs: Count = flag("sequences computed at a time", "N", default=256)
+    max_logprobs: Length = 20
 
-The command line flag with its help text, the validation of the `LLM(...)` keyword and the line in docs/configuration.md
-are all derived from the annotated type and `flag`. Code that resolves options checks them against each other.
+A field is an option if flags.json of its room has an entry for it, under the name of its class: the help text and what
+else the command line shows. The flag, the validation of the `LLM(...)` keyword and the line in docs/configuration.md are
+all derived from the field and that entry. Code that resolves options checks them against each other.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import cache, partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -57,22 +59,20 @@ T = TypeVar("T")
 D = TypeVar("D", bound=Declared)
 
 
-class Flag(NamedTuple):
-    """The command line flag of a field."""
+class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The command line flag of a field, as flags.json has it."""
 
-    help: str | None  # the field's default is added, or stands in place of %(default)s
+    help: str  # the field's default is added, or stands in place of %(default)s
     metavar: str | None = None
     names: tuple[str, ...] = ()  # replace the name that is derived from the field
-    choices: tuple[str, ...] = ()  # for a type that is not a Literal
-    read: Callable[[str], Any] | None = None  # converts the text; raises ValueError if it is invalid
     has_off: bool = False  # also defines --no-…
     takes_several: bool = False  # one flag takes several values; every flag of a tuple may be repeated
     opens: str = ""  # starts a group with this title in the help text
 
 
-def flag(*arguments: Any, default: Any = None, **settings: Any) -> Any:
-    """Declare a field with a flag; the arguments are those of `Flag`."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(*arguments, **settings)})
+def flag(default: Any = None, **settings: Any) -> Any:
+    """Declare a field whose type does not tell how its option is read: the settings are further attributes of `Option`."""
+    return dataclasses.field(default=default, metadata=settings)
 
 
 class Option(NamedTuple):
@@ -80,6 +80,9 @@ class Option(NamedTuple):
     kind: Any  # type of the field, without limits and None
     default: Any
     flag: Flag
+    choices: tuple[str, ...] = ()  # for a type that is not a Literal
+    read: Callable[[str], Any] | None = None  # converts the text; raises ValueError if it is invalid
+    stands_for: Any = None  # the value that the default None means, if it is a number that the help text names
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -93,12 +96,12 @@ class Option(NamedTuple):
         return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
 
     @property
-    def help(self) -> str | None:
+    def help(self) -> str:
         """The help text, with the default unless the text says it."""
-        text, default = self.flag.help, self.default
-        if text is None or "default" in text or isinstance(default, bool) or not isinstance(default, int | float | str):
+        text, default = self.flag.help, self.stands_for or self.default
+        if "default" in text or isinstance(default, bool) or not isinstance(default, int | float | str):
             return text
-        return f"{text} (default: %(default){'g' if isinstance(default, float) else 's'})"
+        return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
 
     @property
     def is_list(self) -> bool:
@@ -106,27 +109,35 @@ class Option(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments for `add_argument`."""
-        flag, kind = self.flag, self.kind
+        flag, kind, read = self.flag, self.kind, self.read
         if kind is bool:
             return {"action": argparse.BooleanOptionalAction if flag.has_off else "store_true"}
-        if choices := flag.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
-            return {"choices": choices, "type": flag.read}
+        if choices := self.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
+            return {"choices": choices, "type": read}
         settings: dict[str, Any] = {"metavar": flag.metavar}
         if self.is_list:
-            settings["action"] = "extend" if flag.takes_several or flag.read else "append"
+            settings["action"] = "extend" if flag.takes_several or read else "append"
             settings["nargs"] = "+" if flag.takes_several else None
         is_object = get_origin(kind) is dict or isinstance(kind, type(msgspec.Struct))
-        read = flag.read or (json_object if is_object else None)
+        read = read or (json_object if is_object else None)
         return {**settings, "type": _complaining(read) if read else kind if kind in (int, float) else None}
+
+
+@cache
+def flags_of(module: str) -> dict[str, dict[str, Flag]]:
+    """Return the flags of the room that a module belongs to, by the names of the class and of the field."""
+    room = module.split(".")[1]
+    table = (Path(__file__).parents[1] / room / "flags.json").read_bytes()
+    return msgspec.json.decode(table, type=dict[str, dict[str, Flag]])
 
 
 def options_of(kind: type[Declared]) -> Iterator[Option]:
     """Yield the options of a dataclass and of its nested dataclasses."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints, flags = get_type_hints(kind, include_extras=True), flags_of(kind.__module__).get(kind.__name__, {})
     for field in dataclasses.fields(kind):
         (plain,) = _alternatives(hints[field.name])
-        if "flag" in field.metadata:
-            yield Option(field.name, plain, field.default, field.metadata["flag"])
+        if field.name in flags:
+            yield Option(field.name, plain, field.default, flags[field.name], **field.metadata)
         elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
             yield from options_of(plain)
 
@@ -170,8 +181,8 @@ def check(config: Declared) -> None:
             check(value)
     converted(msgspec.to_builtins(values), type(config))
     for option in options_of(type(config)):
-        if option.flag.choices and (value := values.get(option.name)) is not None and value not in option.flag.choices:
-            raise ValueError(f"{option.name}: {value!r} given; one of {', '.join(option.flag.choices)} is expected")
+        if option.choices and (value := values.get(option.name)) is not None and value not in option.choices:
+            raise ValueError(f"{option.name}: {value!r} given; one of {', '.join(option.choices)} is expected")
 
 
 def converted(values: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
@@ -246,9 +257,9 @@ def without_aliases(values: Mapping[str, Any], kind: type[Declared]) -> dict[str
             raise ValueError(f"{given[1]}: given beside {given[0]}; both are the same option")
         if given:
             found[option.name] = found.pop(given[0])
-        if isinstance(text := found.get(option.name), str) and option.flag.read is not None:
+        if isinstance(text := found.get(option.name), str) and option.read is not None:
             try:
-                found[option.name] = option.flag.read(text)
+                found[option.name] = option.read(text)
             except ValueError as error:
                 raise ValueError(f"{option.name}: {error}") from None
     return found

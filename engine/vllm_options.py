@@ -1,8 +1,7 @@
 """vLLM's names that Penstock does not have (vllm_options.json): flags that would change nothing are accepted without
 effect, each with one line that explains why; others are refused with what replaces them.
 
-Flags with the same meaning under another name are additional names of an option (engine/engine_options.py and
-engine/server/server_config.py).
+Flags with the same meaning under another name are additional names of an option (flags.json).
 """
 
 import argparse

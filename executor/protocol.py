@@ -289,7 +289,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_peers: tuple[str, ...] = ()  # HOST:PORT of rank 0 of the engines to load blocks from; rank r is at PORT + r
     kv_peer_listen: str = ""  # HOST:PORT where our rank 0 serves blocks to other engines
     kv_peer_secret_file: str = ""  # if empty, the secret is in the environment (cache/tiers/peer/address.py)
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # each rank holds whole experts, not a slice of every expert
     enable_eplb: bool = False  # move experts between ranks to balance the load
@@ -298,7 +298,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_lora: bool = False
     max_loras: Annotated[int, Meta(ge=1, le=256)] = 8
     max_lora_rank: Annotated[int, Meta(ge=1, le=256)] = 16
-    max_cpu_loras: Annotated[int, Meta(ge=1)] = 64
+    max_cpu_loras: int = 64
     enforce_eager: bool = False
     batch_invariant: bool = False
     seed: int = 0

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.engine.http.auth import Keys
-from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
+from penstock.engine.http.hosts import check_allowed_hosts
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
-from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
+from penstock.engine.options import Count, Delay, Port, Seconds, Share, check
 from penstock.router.backend import Backend, RouteError
 from penstock.router.discovery import check_source
 
@@ -27,39 +27,31 @@ class Timeouts:
     """Limits of the time that the router waits for replicas, and of its retries."""
 
     connect_s: Seconds = 2.0
-    # A queue may be long; the probes find a dead replica.
-    response_s: Seconds = flag("seconds without a byte of a response", "S", ("--response-timeout",), default=600.0)
-    probe_interval_s: Seconds = flag("seconds between probes", "S", default=0.5)
+    response_s: Seconds = 600.0  # a queue may be long; the probes find a dead replica
+    probe_interval_s: Seconds = 0.5
     probe_timeout_s: Seconds = 1.0
-    retry_share: Share = flag("maximum retries as a share of requests", "X", default=0.15)  # see RetryBudget
-    max_ejected_share: Share = flag("maximum share of replicas to eject, besides dead ones", "X", default=0.5)
-    drain_s: Delay = flag("seconds to finish requests", "S", ("--drain-timeout",), default=30.0)
+    retry_share: Share = 0.15  # see RetryBudget
+    max_ejected_share: Share = 0.5
+    drain_s: Delay = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    backends: tuple[str, ...] = flag(
-        "a replica, http://HOST:PORT[,events=PORT…][,prefill=PORT]; repeat for each", "URL", default=()
-    )
-    prefill_threshold: Count = flag(
-        "uncached tokens from which a prompt is computed at a prefill replica", "N", default=512
-    )
-    host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
-    port: Port = flag("0 takes any free port", default=8080)
-    policy: PolicyName = flag("how to choose a replica", default="predicted-ttft")
-    # None: no tokens, byte prefixes.
-    tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
-    chat_template: str | None = flag("the chat template that the replicas were started with, if any", "FILE")
-    default_chat_template_kwargs: dict[str, Any] | None = flag(
-        "the variables of the chat template that the replicas were started with, if any", "JSON"
-    )
-    api_keys: tuple[str, ...] = flag("require this key from clients; repeat for several", "KEY", default=())
-    admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
-    backend_api_key: str | None = flag("API key of the replicas", "KEY")
-    allowed_hosts: tuple[str, ...] = allowed_hosts_flag()
-    max_requests: Count = flag("maximum requests in flight per replica", "N", default=512)
-    discover: tuple[str, ...] = flag("find replicas: file:PATH or dns:HOST:PORT; repeat for each", "SOURCE", default=())
-    access_log: AccessForm = flag("log a line for each request", default="off")
+    backends: tuple[str, ...] = ()
+    prefill_threshold: Count = 512
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    policy: PolicyName = "predicted-ttft"
+    tokenizer: str | None = None  # None: no tokens, byte prefixes
+    chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    backend_api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    max_requests: Count = 512
+    discover: tuple[str, ...] = ()
+    access_log: AccessForm = "off"
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()

@@ -17,22 +17,23 @@ import pytest
 
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
-from penstock.engine.config import ConfigError, SchedulerConfig
+from penstock.engine.commands.bench import BENCHMARKS
+from penstock.engine.config import ConfigError
 from penstock.engine.engine_options import EngineOptions, engine_config, option_names
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles, resolve_model
-from penstock.engine.options import given_options, options_of, size_bytes
+from penstock.engine.options import flags_of, given_options, size_bytes
+from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.vllm_options import IGNORED, WITH_VALUE
-from penstock.executor.protocol import ExecutorConfig
 from penstock.router import serve as route
 from penstock.router.backend import RouteError
+from penstock.router.config import RouterConfig
 from tests.support.fork_server import ROOT
 from tests.support.refusals import cases, table
 
 _FLAGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 VALUES: dict[str, str] = _FLAGS["values"]  # for flags whose type does not tell a value
 NEEDS: dict[str, list[str]] = _FLAGS["needs"]  # what a flag needs beside it
-ON_FLAGS = {"enforce_eager", "batch_invariant", "enable_expert_parallel", "enable_eplb", "enable_lora"}
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -53,7 +54,7 @@ def words(action: argparse.Action) -> list[str]:
     if not action.option_strings:
         return [value]
     if action.nargs == 0:
-        is_on = action.default is False or action.dest in ON_FLAGS
+        is_on = not action.default and action.dest != "enable_prefix_caching"
         return [action.option_strings[0 if is_on else -1]]
     if action.choices:
         value = next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))
@@ -127,14 +128,13 @@ def test_every_command_is_walked() -> None:
     assert served() == served() and routed() == routed(), "or every option would seem to change something"
 
 
-def test_every_setting_of_an_engine_is_an_option_with_its_default_in_the_help() -> None:
-    executor, scheduler = ExecutorConfig(), SchedulerConfig()
-    fields = {*executor.__struct_fields__, *scheduler.__struct_fields__} - {"model", "kind"}
-    assert {*EngineOptions.__dataclass_fields__} - {"executor"} == fields
-    shown = {each.name: re.search(r"default: (\d[\d.]*)\)", each.flag.help or "") for each in options_of(EngineOptions)}
-    defaults = {name: float(match[1]) for name, match in shown.items() if match is not None}
-    assert len(defaults) >= 5
-    assert defaults == {name: getattr(scheduler, name, getattr(executor, name, None)) for name in defaults}
+def test_every_field_of_the_options_has_a_help_text_and_every_help_text_a_field() -> None:
+    kinds: set[Any] = {ServerConfig, RouterConfig, serve.ModelOptions}.union(*dict(BENCHMARKS.values()).values())
+    kinds |= {type(part) for kind in kinds for part in vars(kind).values() if hasattr(part, "__dataclass_fields__")}
+    fields = {f"{kind.__name__}.{name}" for kind in kinds for name in kind.__dataclass_fields__}
+    tables = flags_of("penstock.engine") | flags_of("penstock.router")
+    flags = {f"{kind}.{name}" for kind, texts in tables.items() for name in texts}
+    assert (flags - fields, fields - flags) == (set(), {*_FLAGS["no flag"]})
 
 
 @pytest.mark.parametrize(("text", "expected"), cases(__file__, "engine options"))

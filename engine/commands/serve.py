@@ -17,7 +17,7 @@ from penstock.engine.front.engine import EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
-from penstock.engine.options import add_options, built, flag, given_options
+from penstock.engine.options import add_options, built, given_options
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import load_template
@@ -44,21 +44,12 @@ EXAMPLES = """\
 class ModelOptions:
     """Options that select the files of a model and the sampling defaults."""
 
-    chat_template: str | None = flag("a Jinja chat template to use instead of the model's own", "FILE")
-    default_chat_template_kwargs: dict[str, Any] | None = flag(
-        'variables of the chat template for requests that do not set them, like {"enable_thinking": false}', "JSON"
-    )
-    dry_run: bool = flag(
-        "print the memory that the model would take, from the headers of its files, and exit", default=False
-    )
-    revision: str | None = flag("branch, tag or commit of a model from the hub", "REV")
-    generation_config: Literal["auto", "vllm"] = flag(
-        "sampling defaults: those that the model's authors recommend (auto), or OpenAI's (vllm) (default: auto)",
-        default="auto",
-    )
-    override_generation_config: dict[str, Any] | None = flag(
-        'sampling defaults that override these, like {"temperature": 0.5}', "JSON"
-    )
+    chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    dry_run: bool = False
+    revision: str | None = None
+    generation_config: Literal["auto", "vllm"] = "auto"
+    override_generation_config: dict[str, Any] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,8 @@ import re
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
-from typing import Any
 
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.options import flag
 
 ANY = "*"
 MAX_REMEMBERED = 64  # header values, which clients choose
@@ -45,17 +43,6 @@ class Hosts:
         return HttpError(
             403, f"host: {clip(text)!r} is not a name of this machine or an allowed one{remedy}", param="host"
         )
-
-
-def allowed_hosts_flag() -> Any:
-    """Return the field of both servers' configurations."""
-    return flag(
-        "host name that clients may use besides those of this machine, without a port, or * for any; repeat for several "
-        "(default: checked on a loopback address without a key only)",
-        "HOST",
-        ("--allowed-hosts",),
-        default=(),
-    )
 
 
 def check_allowed_hosts(allowed: Sequence[str]) -> None:

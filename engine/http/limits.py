@@ -19,13 +19,11 @@ MAX_REFUSALS = 64  # connections beyond the limit that get an error; further one
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     max_header_bytes: Annotated[int, Meta(ge=1024)] = 32 * 1024  # request line and headers together; trailers again
-    max_body_bytes: Annotated[int, Meta(ge=1024)] = flag(
-        "maximum size of a request body (default: 4MiB)", "SIZE", read=size_bytes, default=4 * 1024 * 1024
-    )
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = flag(4 * 1024 * 1024, read=size_bytes)
     header_timeout_s: Seconds = 10.0  # from the first byte (or the connection) to the end of the headers
     body_timeout_s: Seconds = 60.0  # from the end of the headers to the end of the body
     write_timeout_s: Seconds = 60.0  # a client that leaves its buffer full for so long is disconnected
-    max_connections: Count = flag("maximum number of connections", "N", default=4096)
+    max_connections: Count = 4096
 
 
 def allow_open_files(num_files: int) -> int:

@@ -22,18 +22,8 @@ def levels(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    otlp_traces_endpoint: str | None = flag(
-        f"send OpenTelemetry spans of requests to this URL over OTLP/HTTP, like http://127.0.0.1:4318{TRACES_PATH}; needs "
-        "penstock[otel] (default: none)",
-        "URL",
-    )
-    log_level: str | None = flag(
-        "one level for everything, and levels for single folders of the code (engine, executor, cache, router), like "
-        f"info,router=debug,cache=error (default: {LOG_VARIABLE} in the environment, else info)",
-        "LEVELS",
-        ("--log-level", "--uvicorn-log-level"),
-        read=levels,
-    )
+    otlp_traces_endpoint: str | None = None
+    log_level: str | None = flag(read=levels)
 
 
 def traces_url(endpoint: str) -> str:

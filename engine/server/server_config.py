@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
-from penstock.engine.http.hosts import allowed_hosts_flag, check_allowed_hosts
+from penstock.engine.http.hosts import check_allowed_hosts
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.telemetry import AccessForm, Telemetry
 from penstock.engine.http.telemetry import check as check_telemetry
@@ -76,76 +76,29 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    host: str = flag(
-        "address to listen on (default: %(default)s, this machine only)", opens="server", default="127.0.0.1"
-    )
-    port: Port = flag("0 takes any free port", default=8000)
-    api_keys: tuple[str, ...] = flag("require this API key; repeat for several", "KEY", default=())
-    # Answers and metrics use the first name.
-    served_model_names: tuple[str, ...] = flag(
-        "name of the model in the API; several may follow (default: its own name)",
-        "NAME",
-        takes_several=True,
-        default=("default",),
-    )
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ("default",)  # answers and metrics use the first name
     # Defaults of requests, from generation_config.json.
     default_sampling: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None  # seeds requests that have no seed
-    allowed_origins: tuple[str, ...] = flag(
-        "origin whose web pages may send requests (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
-        "(default: none)",
-        "ORIGIN",
-        ("--allowed-origins",),
-        read=_origins,
-        default=(),
-    )
-    allowed_hosts: tuple[str, ...] = allowed_hosts_flag()
-    pooling: Pooling = flag("pooling of embeddings", default="last")
-    tool_call_parser: str = flag(
-        "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
-        choices=TOOL_CALL_PARSERS,
-        default="auto",
-    )
-    reasoning_parser: str = flag(
-        "the marks around the model's reasoning (default: %(default)s, as in its chat template)",
-        choices=REASONING_PARSERS,
-        default="auto",
-    )
-    constrain_auto_tools: bool = flag(
-        "constrain optional tool calls to their schema with a grammar (default: on)", has_off=True, default=True
-    )
-    coerce_one_of: bool = flag(
-        "treat a oneOf whose schemas can match the same value as anyOf, instead of refusing it (default: off)",
-        has_off=True,
-        default=False,
-    )
-    max_logprobs: Length = flag("maximum number of log-probabilities per token", "N", default=MAX_LOGPROBS)
-    kv_events_config: KvEventsConfig | None = flag(
-        'publish cache events over ZMQ in the format of vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
-        '"replay_endpoint": "tcp://*:5558"} (default: no; GET /kv_events works without it)',
-        "JSON",
-        read=lambda text: converted(json_object(text), KvEventsConfig),
-    )
-    access_log: AccessForm = flag("log a line for each request", default="text")
+    allowed_origins: tuple[str, ...] = flag((), read=_origins)
+    allowed_hosts: tuple[str, ...] = ()
+    pooling: Pooling = "last"
+    tool_call_parser: str = flag("auto", choices=TOOL_CALL_PARSERS)
+    reasoning_parser: str = flag("auto", choices=REASONING_PARSERS)
+    constrain_auto_tools: bool = True
+    coerce_one_of: bool = False
+    max_logprobs: Length = MAX_LOGPROBS
+    kv_events_config: KvEventsConfig | None = flag(read=lambda text: converted(json_object(text), KvEventsConfig))
+    access_log: AccessForm = "text"
     telemetry: Telemetry = Telemetry()
     limits: Limits = Limits()
-    lora_modules: tuple[LoraModule, ...] = flag(
-        "LoRA adapters in PEFT's format to load at the start; requires --enable-lora",
-        "NAME=FOLDER",
-        ("--lora-modules",),
-        read=_lora_module,
-        takes_several=True,
-        default=(),
-    )
-    allow_lora_updates: bool = flag(
-        "allow clients to load adapters from the server's folders and to unload them (default: off)", default=False
-    )
-    allow_weight_updates: bool = flag(
-        "allow clients to pause the engine, put it to sleep and replace its weights (default: off)", default=False
-    )
-    drain_timeout_s: Delay = flag(
-        "seconds that a stop waits for running requests", "S", ("--drain-timeout", "--shutdown-timeout"), default=30.0
-    )
+    lora_modules: tuple[LoraModule, ...] = flag((), read=_lora_module)
+    allow_lora_updates: bool = False
+    allow_weight_updates: bool = False
+    drain_timeout_s: Delay = 30.0
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:

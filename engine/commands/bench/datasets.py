@@ -155,24 +155,16 @@ Factor = Annotated[float, Meta(gt=0, le=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    dataset_name: str = flag("what prompts are made of", choices=tuple(DATASETS), default="random", opens="dataset")
-    dataset_path: str | None = flag("file of the data sets sharegpt and timed_trace (Mooncake's format)", "FILE")
-    num_prompts: Count = flag("number of requests", "N", default=1000)
-    random_input_len: Count = flag(
-        "tokens of a random prompt", "N", ("--random-input-len", "--input-len"), default=1024
-    )
-    random_output_len: Count = flag(
-        "tokens of an answer to it", "N", ("--random-output-len", "--output-len"), default=128
-    )
-    random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = flag(
-        "draw each length between len·(1-R) and len·(1+R); 0 ≤ R < 1", "R", default=0.0
-    )
-    random_prefix_len: Length = flag("tokens of a shared prefix before each random prompt", "N", default=0)
-    random_num_prefixes: Count = flag("number of different prefixes", "N", default=1)
-    trace_speed: Factor = flag("replay the trace this many times faster", "X", default=1.0)
-    trace_length_scale: Factor = flag(
-        "multiply all lengths of the trace, for a model with a shorter context", "X", default=1.0
-    )
+    dataset_name: str = flag("random", choices=tuple(DATASETS))
+    dataset_path: str | None = None
+    num_prompts: Count = 1000
+    random_input_len: Count = 1024
+    random_output_len: Count = 128
+    random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    random_prefix_len: Length = 0
+    random_num_prefixes: Count = 1
+    trace_speed: Factor = 1.0
+    trace_length_scale: Factor = 1.0
 
     def __post_init__(self) -> None:
         """Refuse an option that has no effect on this data set."""

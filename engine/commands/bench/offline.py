@@ -26,18 +26,18 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 class OfflineOptions:
     """Options of both benchmarks."""
 
-    model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
-    skip_tokenizer_init: bool = flag("load no tokenizer, for a folder without one", default=False)
-    output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
+    model: str | None = None
+    skip_tokenizer_init: bool = False
+    output_json: str | None = flag(read=output_file)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    input_len: Count = flag("tokens of a prompt", "N", default=32)
-    output_len: Count = flag("tokens of an answer", "N", default=128)
-    batch_size: Count = flag("requests in a batch", "N", default=8)
-    num_iters_warmup: Length = flag("batches before the measured ones", "N", default=10)
-    num_iters: Count = flag("measured batches", "N", default=30)
+    input_len: Count = 32
+    output_len: Count = 128
+    batch_size: Count = 8
+    num_iters_warmup: Length = 10
+    num_iters: Count = 30
 
 
 def throughput(args: argparse.Namespace) -> int:

@@ -88,35 +88,14 @@ def _goal(text: str) -> Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    percentile_metrics: tuple[str, ...] = flag(
-        f"report only these, separated by commas (default: {','.join(METRICS)})",
-        "NAMES",
-        names=("--percentile-metrics",),
-        default=tuple(METRICS),
-        read=_metric_names,
-        opens="results",
-    )
-    metric_percentiles: tuple[float, ...] = flag(
-        "percentiles of each metric, separated by commas (default: 99)",
-        "NUMBERS",
-        names=("--metric-percentiles",),
-        default=(99.0,),
-        read=_percents,
-    )
-    goodput: tuple[Goal, ...] = flag(
-        "also report the rate of requests within all these limits in milliseconds, like ttft:200 e2el:5000",
-        "METRIC:MS",
-        default=(),
-        read=_goal,
-        takes_several=True,
-    )
-    save_result: bool = flag(
-        "write the result as JSON; the default name consists of backend, rate, model and time", default=False
-    )
-    save_detailed: bool = flag("also save times, text and error of every request", default=False)
-    result_dir: str | None = flag("folder of the saved result (default: the current one)", "DIR")
-    result_filename: str | None = flag("name of the saved result", "NAME")
-    output_json: str | None = flag("write the detailed result as JSON to this file", "FILE", read=output_file)
+    percentile_metrics: tuple[str, ...] = flag(tuple(METRICS), read=_metric_names)
+    metric_percentiles: tuple[float, ...] = flag((99.0,), read=_percents)
+    goodput: tuple[Goal, ...] = flag((), read=_goal)
+    save_result: bool = False
+    save_detailed: bool = False
+    result_dir: str | None = None
+    result_filename: str | None = None
+    output_json: str | None = flag(read=output_file)
 
     def prepare(self) -> None:
         """Create the folder of the saved result; raise ConfigError if the result could not be written there."""

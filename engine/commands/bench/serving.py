@@ -28,7 +28,7 @@ from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.report import ReportOptions, details, serving_table, summarize
 from penstock.engine.config import ConfigError
 from penstock.engine.http.limits import allow_open_files
-from penstock.engine.options import Count, Port, Seed, built, flag
+from penstock.engine.options import Count, Port, Seed, built
 from penstock.prove.http_client import Client, Target, key_header
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -38,23 +38,17 @@ SPARE_FILES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    backend: Literal["openai", "openai-chat", "vllm"] = flag(
-        "which API to call; openai-chat sends chats made of words, vllm is openai", default="openai", opens="server"
-    )
-    host: str | None = flag("address of the server (default: 127.0.0.1)")
-    port: Port | None = flag("its port (default: 8000)")
-    base_url: str | None = flag("URL of the server, in place of host and port", "URL")
-    endpoint: str | None = flag(f"path of the API (default: {COMPLETIONS}, of openai-chat {CHATS})", "PATH")
-    model: str | None = flag("name of the model (default: the first that the server lists)")
-    request_rate: Annotated[float, Meta(gt=0)] = flag(
-        "requests per second, as a Poisson process (default: all at once)", "R", default=math.inf, opens="requests"
-    )
-    max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
-    seed: Seed = flag("seed of prompts, lengths and arrivals", default=0)
-    ignore_eos: bool = flag("generate exactly the length asked for (default: on)", has_off=True, default=True)
-    extra_body: dict[str, Any] | None = flag(
-        "further fields of every request, like temperature; they override the others", "JSON"
-    )
+    backend: Literal["openai", "openai-chat", "vllm"] = "openai"
+    host: str | None = None
+    port: Port | None = None
+    base_url: str | None = None
+    endpoint: str | None = None
+    model: str | None = None
+    request_rate: Annotated[float, Meta(gt=0)] = math.inf
+    max_concurrency: Count | None = None
+    seed: Seed = 0
+    ignore_eos: bool = True
+    extra_body: dict[str, Any] | None = None
 
 
 class EncodedCall(NamedTuple):

@@ -37,10 +37,10 @@ class StartupError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions:
-    num_iters_warmup: Length = flag("starts before the measured ones", "N", default=1)
-    num_iters_warm: Count = flag("measured starts", "N", default=3)
-    command: str | None = flag("the server's command (default: penstock serve --port {port})", "CMD")
-    output_json: str | None = flag("write the result as JSON", "FILE", read=output_file)
+    num_iters_warmup: Length = 1
+    num_iters_warm: Count = 3
+    command: str | None = None
+    output_json: str | None = flag(read=output_file)
 
 
 def time_starts(args: argparse.Namespace) -> int:
