@@ -17,13 +17,10 @@ from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, rea
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.options import (
     Count,
-    D,
     Declared,
     Length,
     Seed,
     add_options,
-    built,
-    check,
     converted,
     count,
     flag,
@@ -75,16 +72,6 @@ def _option_fields() -> Iterator[tuple[str, Any, Any]]:
 EngineOptions: type[Declared] = make_dataclass(
     "EngineOptions", _option_fields(), frozen=True, kw_only=True, namespace={"__module__": __name__}
 )
-
-
-def chosen(args: argparse.Namespace, kind: type[D]) -> D:
-    """Build a command's own options from its command line and check them; raise ConfigError if one is invalid."""
-    try:
-        config = built(args, kind)
-        check(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return config
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

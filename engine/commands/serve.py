@@ -54,9 +54,8 @@ class ModelOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
-    parser.add_argument(
-        "--model", dest="model_option", help=argparse.SUPPRESS
-    )  # for command lines of vLLM's Python module
+    # For command lines of vLLM's Python module.
+    parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)
     for kind in (ServerConfig, ModelOptions):
         add_options(parser, kind)
     add_engine_options(parser)

@@ -9,10 +9,10 @@ from penstock.engine.commands.bench.report import ReportOptions
 from penstock.engine.commands.bench.serving import ServingOptions, load_server
 from penstock.engine.commands.bench.startup import StartupOptions, time_starts
 from penstock.engine.config import ConfigError
-from penstock.engine.engine_options import EngineOptions, add_engine_options, chosen
+from penstock.engine.engine_options import EngineOptions, add_engine_options
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.options import Declared, add_options
+from penstock.engine.options import D, Declared, add_options, built, check
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
@@ -42,3 +42,13 @@ def run(args: argparse.Namespace) -> int:
     for kind in options:
         chosen(args, kind)
     return measure(args)
+
+
+def chosen(args: argparse.Namespace, kind: type[D]) -> D:
+    """Build a command's own options from its command line and check them; raise ConfigError if one is invalid."""
+    try:
+        config = built(args, kind)
+        check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.commands.bench import chosen
 from penstock.engine.commands.bench.datasets import DATASETS, DatasetOptions, PromptSource, Sample
 from penstock.engine.commands.bench.serving import arrival_times
 from penstock.engine.config import ConfigError
-from penstock.engine.engine_options import chosen
 from penstock.engine.options import add_options
 from tests.support.refusals import table
 
