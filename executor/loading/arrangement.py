@@ -11,10 +11,8 @@ a byte has the codes i and i + 16 of 32 neighbours instead of 2 i and 2 i + 1.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -47,16 +45,6 @@ class Arrangement:
 
 
 AS_LLAMA = Arrangement()
-# The arrangements that are the same for all models of a family, plain data.
-ARRANGEMENTS = msgspec.json.decode(
-    Path(__file__).with_name("arrangements.json").read_bytes(), type=dict[str, Arrangement]
-)
-
-
-def stacked_experts(gate_up: str, down: str, prefix: str = "") -> tuple[Joined, Joined]:
-    """Return the `joined` tensors of experts: gate and up projections in one tensor, down projections in another."""
-    rows = (f"{prefix}experts.#.gate_proj.weight", 1), (f"{prefix}experts.#.up_proj.weight", 1)
-    return (prefix + gate_up, rows), (prefix + down, ((f"{prefix}experts.#.down_proj.weight", 1),))
 
 
 class _Location(NamedTuple):

@@ -4,6 +4,7 @@ Every getter raises an ExecutorError with the field, the value and the limit for
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _LIMITS = {
     "vocab_size": 2**22,
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
+    "ffn_dim": 2**20,
     "num_hidden_layers": 1024,
     "num_nextn_predict_layers": 1024,
     "num_attention_heads": 1024,
@@ -140,8 +142,12 @@ class Fields:
 
     def fixed(self, **values: object) -> None:
         """Raise ExecutorError for a field that has another value than the given one; absent fields are allowed."""
-        for name, value in values.items():
-            self.only(name, value, default=value)
+        self.check({name: (value,) for name, value in values.items()})
+
+    def check(self, allowed: Mapping[str, Sequence[object]]) -> None:
+        """Raise ExecutorError unless each field has one of its allowed values; the first counts for an absent field."""
+        for name, values in allowed.items():
+            self.only(name, *values, default=values[0])
 
     def no_others(self, expected: str = "") -> None:
         """Raise ExecutorError if a field has a value and was neither read nor passed over."""

@@ -1,7 +1,7 @@
 """The supported model families, and known models that are refused by name. `penstock models` lists them.
 
-The tables are catalogue.json, plain data: this module imports no torch, and registry.py looks up the functions named
-there. tests/executor/test_catalogue.py checks the rows against the families' specs and the supported GGUF architectures.
+The tables are catalogue.json, plain data: this module imports no torch. families.json tells how configs are read.
+tests/executor/test_catalogue.py checks the rows against the families' specs and the supported GGUF architectures.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import msgspec
 @dataclass(frozen=True)
 class Family:
     name: str
-    architectures: dict[str, str]  # name in config.json without ForCausalLM → function that reads the settings
+    architectures: dict[str, str]  # name in config.json without ForCausalLM → entry of families.json
     # window: sliding-window layers; experts: MoE; MLA: multi-head latent attention; unrotated: layers without RoPE;
     # caps: soft-capped scores and logits; sinks: attention sinks; longrope: different rotations for short and long
     # contexts; recurrent: layers with a state; text of images: only the text part of a multimodal model.

@@ -1,7 +1,8 @@
-"""Converts a config.json to a `DecoderSpec`, with one function per family of dense models.
+"""Converts a config.json to a `DecoderSpec`, by the entry of its family in families.json.
 
-A field that the config omits has the family's own default, or is refused as missing. A feature of the config that the
-decoder does not support is refused by name, never ignored.
+A family of dense models that the table cannot express has a function here. A field that the config omits has the
+family's own default, or is refused as missing. A feature of the config that the decoder does not support is refused by
+name, never ignored.
 """
 
 from collections.abc import Sequence
@@ -12,222 +13,115 @@ from typing import Any
 from penstock.executor.kernels import Activation
 from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
+from penstock.executor.models.family_table import ExpertPlan, LayerPlan, ModelFamily, present, values_of
 from penstock.executor.models.rope import Rope, kind_of, read_rope, rope_of, rope_section
 from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, LayerSpec
+from penstock.executor.moe_spec import MoeSpec
 
 _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
+    "clamped_swish": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "relu": ("relu",),
     "relu2": ("relu2",),
 }
-GATE_UP = ("gate_up_proj", (("gate_proj", 1), ("up_proj", 1)))
 
 
-def llama(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(max_position_embeddings=2048)
-    biases = attention_biases(own) | {"mlp_bias": own.flag("mlp_bias", False)}
-    return spec_of(own, uniform_layers(own), **biases)
+def read_family(
+    fields: Fields,
+    family: ModelFamily,
+    layers: tuple[LayerSpec, ...] | None = None,
+    moe: MoeSpec | None = None,
+    **values: Any,  # of DecoderSpec
+) -> DecoderSpec:
+    """Return the spec by the family's entry alone, except for the given layers, experts and values."""
+    layers = layers or layers_of(fields, family.layers)
+    if family.experts is not None:
+        layers = with_experts(fields, family.experts, layers, moe or experts_of(fields, family.experts))
+    return spec_of(fields, family, layers, **values)
 
 
-def mistral(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, uniform_layers(fields, _mistral_window(fields)))
+def gemma(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    return read_family(fields, family, attention_scale=scale, embedding_scale=fields.integer("hidden_size") ** 0.5)
 
 
-def _mistral_window(fields: Fields) -> int | None:
-    return None if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096)
-
-
-def qwen2(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, _qwen_layers(fields), qkv_bias=True)
-
-
-def qwen3(fields: Fields) -> DecoderSpec:
-    return spec_of(fields, _qwen_layers(fields), qk_norm=True, **attention_biases(fields))
-
-
-def gemma2(fields: Fields) -> DecoderSpec:
-    layers, window = uniform_layers(fields), fields.integer("sliding_window", 4096)
-    are_full = [index % 2 == 1 for index in range(len(layers))]
-    return replace(
-        _gemma(fields, pick_layers(fields, layers, are_full, window=window)),
-        score_cap=None if fields.is_null("attn_logit_softcapping") else fields.number("attn_logit_softcapping", 50.0),
-        logit_cap=None if fields.is_null("final_logit_softcapping") else fields.number("final_logit_softcapping", 30.0),
-    )
-
-
-def gemma3(fields: Fields) -> DecoderSpec:
-    fields.fixed(final_logit_softcapping=None, attn_logit_softcapping=None)
-    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
-    return replace(_gemma(fields, _layers_with_two_ropes(fields, pattern)), qk_norm=True)
-
-
-def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
-    fields.fixed(use_bidirectional_attention=False)
-    return spec_of(
-        fields,
-        layers,
-        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        tied_by_default=True,
-        activation_field="hidden_activation",
-        activation="gelu_tanh",
-        sandwich_norms=True,
-        norm_offset=1.0,
-        embedding_scale=fields.integer("hidden_size") ** 0.5,
-        **attention_biases(fields),
-    )
-
-
-def phi3(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096)
-    section = rope_section(own)
+def phi3(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    section = rope_section(fields)
     if (kind := kind_of(section)) not in ("default", "longrope"):
         raise section.error("rope_type", kind, "'default' or 'longrope'")
-    spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window"), partial=1.0))
+    spec = read_family(fields, family)
     qkv = ("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)
-    return replace(spec, arrangement=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
+    joined = ("qkv_proj", qkv), *family.arrangement.joined
+    return replace(spec, arrangement=replace(family.arrangement, joined=joined))
 
 
-def olmo2(fields: Fields) -> DecoderSpec:
-    return _olmo(fields, uniform_layers(fields))
-
-
-def olmo3(fields: Fields) -> DecoderSpec:
-    """Read OLMo 3: every fourth layer has full attention; only these layers use the config's RoPE scaling."""
-    own = fields.with_defaults(rope_theta=5e5, rope_local_base_freq=5e5)
-    return _olmo(fields, _layers_with_two_ropes(own, pattern=4))
-
-
-def _olmo(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
-    own = fields.with_defaults(rms_norm_eps=1e-5)
-    features: dict[str, Any] = {"sandwich_norms": True, "has_pre_norms": False, "is_qk_norm_wide": True}
-    return spec_of(own, layers, **features, **attention_biases(own))
-
-
-def smollm3(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(rope_theta=2e6, max_position_embeddings=32768, tie_word_embeddings=True)
-    spec = llama(own)
-    every = own.integer("no_rope_layer_interval", 4)
-    rotates = own.integers("no_rope_layers") or [(index + 1) % every for index in range(len(spec.layers))]
-    if len(rotates) < len(spec.layers):
-        raise own.error("no_rope_layers", rotates, f"a 0 or 1 for each of {len(spec.layers)} layers")
-    layers = [layer if turns else unrotated(layer) for layer, turns in zip(spec.layers, rotates, strict=False)]
-    window, may_slide = own.integer_or_none("sliding_window"), own.flag("use_sliding_window", False)
+def smollm3(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    layers = layers_of(fields, family.layers)
+    every = fields.integer("no_rope_layer_interval")
+    rotates = fields.integers("no_rope_layers") or [(index + 1) % every for index in range(len(layers))]
+    if len(rotates) < len(layers):
+        raise fields.error("no_rope_layers", rotates, f"a 0 or 1 for each of {len(layers)} layers")
+    mixed = [layer if turns else unrotated(layer) for layer, turns in zip(layers, rotates, strict=False)]
+    window, may_slide = fields.integer_or_none("sliding_window"), fields.flag("use_sliding_window", False)
     are_full = [bool(turns) or not may_slide for turns in rotates[: len(layers)]]
-    return replace(spec, layers=pick_layers(own, layers, are_full, window=window))
+    return read_family(fields, family, pick_layers(fields, mixed, are_full, window=window))
 
 
 def unrotated(layer: LayerSpec) -> LayerSpec:
     return replace(layer, rope=Rope(0, layer.rope.theta))
 
 
-def granite(fields: Fields) -> DecoderSpec:
-    return multiplied(fields, llama(fields))
+def granite(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    return multiplied(fields, read_family(fields, family))
 
 
 def multiplied(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
     """Apply Granite's multipliers. Instead of multiplying each layer's update by residual_multiplier, divide the whole
     residual stream by it, which norms cancel if their eps is divided by its square."""
-    residual = fields.number("residual_multiplier", 1.0)
+    residual = fields.number("residual_multiplier")
     return replace(
         spec,
-        attention_scale=fields.number("attention_multiplier", 1.0),
-        embedding_scale=fields.number("embedding_multiplier", 1.0) / residual,
+        embedding_scale=fields.number("embedding_multiplier") / residual,
         norm_eps=spec.norm_eps / residual**2,
-        logit_scale=1 / fields.number("logits_scaling", 1.0),
-        rounds_scale=False,
+        logit_scale=1 / fields.number("logits_scaling"),
     )
 
 
-def ministral(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(max_position_embeddings=4096 * 32)
-    layers, window = uniform_layers(own), _mistral_window(own)
-    return spec_of(own, pick_layers(own, layers, [window is None] * len(layers), window=window))
-
-
-def ministral3(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262144, sliding_window=None)
-    if "rope_parameters" not in own and "rope_scaling" not in own:
-        raise own.error("rope_parameters", None, "an object")
-    section = rope_section(own)
-    spec, slope = mistral(own), section.number_or_zero("llama_4_scaling_beta")
-    length = section.integer("original_max_position_embeddings", max_positions_of(own))
+def ministral3(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        raise fields.error("rope_parameters", None, "an object")
+    section = rope_section(fields)
+    spec, slope = read_family(fields, family), section.number_or_zero("llama_4_scaling_beta")
+    length = section.integer("original_max_position_embeddings", max_positions_of(fields))
     return replace(spec, query_growth=(slope, length) if slope and length < spec.max_positions else None)
 
 
-def seed_oss(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(head_dim=128, attention_bias=True, max_position_embeddings=524288)
-    return replace(llama(own), output_bias=own.flag("attention_out_bias", False))
+def hunyuan_dense(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    section, dim = rope_section(fields), head_dim_of(fields)
+    if kind_of(section) != "dynamic" or "alpha" not in section:
+        return read_family(fields, family)
+    # Despite its name, this rotation does not depend on the length.
+    theta = section.number("rope_theta", fields.number("rope_theta", 10000.0))
+    rope = Rope(dim, theta * section.number("alpha") ** (dim / max(dim - 2, 1)))
+    return read_family(fields, family, (LayerSpec(rope),) * fields.integer("num_hidden_layers"))
 
 
-def ernie4_5(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_theta=5e5,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-    )
-    biases: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), own.flag("use_bias", False))
-    return with_neighbours(spec_of(own, uniform_layers(own), **biases))
-
-
-def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec for a family whose checkpoints store rotated pairs as neighbours, (2i, 2i + 1)."""
-    return replace(spec, arrangement=replace(spec.arrangement, neighbours=(spec.head_dim, spec.layers[0].rope.dim)))
-
-
-def glm4(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(
-        head_dim=128, rms_norm_eps=1.5625e-7, max_position_embeddings=131072, attention_bias=True
-    )
-    norms = (
-        (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
-        (".post_self_attn_layernorm.", ".post_attention_layernorm."),
-        (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
-    )
-    arrangement = Arrangement(norms, (GATE_UP,))
-    biased, layers = own.flag("attention_bias", True), uniform_layers(own, partial=0.5)
-    return with_neighbours(spec_of(own, layers, sandwich_norms=True, qkv_bias=biased, arrangement=arrangement))
-
-
-def hunyuan_dense(fields: Fields) -> DecoderSpec:
-    own = fields.with_defaults(rms_norm_eps=1e-5)
-    section, dim = rope_section(own), head_dim_of(own)
-    if kind_of(section) == "dynamic" and "alpha" in section:  # despite its name, it does not depend on the length
-        theta = section.number("rope_theta", own.number("rope_theta", 10000.0))
-        rope = Rope(dim, theta * section.number("alpha") ** (dim / max(dim - 2, 1)))
-        layers: tuple[LayerSpec, ...] = (LayerSpec(rope),) * own.integer("num_hidden_layers")
-    else:
-        layers = uniform_layers(own)
-    names = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
-    return spec_of(
-        own, layers, qk_norm=True, rotates_first=True, arrangement=Arrangement(names), **attention_biases(own)
-    )
-
-
-def opt(fields: Fields) -> DecoderSpec:
+def opt(fields: Fields, family: ModelFamily) -> DecoderSpec:
     """Read OPT: learned positions, LayerNorms before attention and MLP or after them, and an MLP with ReLU."""
-    fields.fixed(layer_norm_elementwise_affine=True, _remove_final_layer_norm=False)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
-    own = fields.with_defaults(intermediate_size=fields.integer("ffn_dim"), rms_norm_eps=1e-5)
     num_layers, has_norms_before = fields.integer("num_hidden_layers"), fields.flag("do_layer_norm_before", True)
-    biases: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), fields.flag("enable_bias", True))
     width = fields.integer("word_embed_proj_dim", hidden_size)
-    return spec_of(
-        own,
+    return read_family(
+        fields,
+        family,
         (LayerSpec(Rope(0, 1.0)),) * num_layers,
-        tied_by_default=True,
-        has_layer_norms=True,
         norms_stream=not has_norms_before,
-        num_learned_positions=max_positions_of(own) + PADDING_ROWS,
+        num_learned_positions=max_positions_of(fields) + PADDING_ROWS,
         embedding_size=None if width == hidden_size else width,
-        activation_field="activation_function",
-        activation="relu",
         arrangement=_opt_arrangement(num_layers, has_norms_before),
-        **biases,
     )
 
 
@@ -245,44 +139,50 @@ def _opt_arrangement(num_layers: int, has_norms_before: bool) -> Arrangement:
     return Arrangement((*norms, *others, (".fc1.", ".mlp.up_proj."), (".fc2.", ".mlp.down_proj.")))
 
 
-def attention_biases(fields: Fields, default: bool = False) -> dict[str, Any]:
-    """Return the biases of families in which all attention projections have a bias, or none."""
-    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", default))
-
-
-def spec_of(
-    fields: Fields,
-    layers: tuple[LayerSpec, ...],
-    attention_scale: float | None = None,
-    tied_by_default: bool = False,
-    activation_field: str = "hidden_act",
-    activation: Activation = "silu",
-    **features: Any,  # the rest of DecoderSpec's fields
-) -> DecoderSpec:
-    """Build a spec from the fields that all families share, and check them."""
+def spec_of(fields: Fields, family: ModelFamily, layers: tuple[LayerSpec, ...], **values: Any) -> DecoderSpec:
+    """Build a spec from the family's entry and the given values, and check the fields that all families share."""
     if layers[0].heads is None:
         fields.only("per_layer_config", None, {})
-    names = _ACTIVATIONS[activation]
-    fields.only(activation_field, *names, default=names[0])
+    head_dim, arrangement = head_dim_of(fields), family.arrangement
+    if family.has_neighbours:
+        arrangement = replace(arrangement, neighbours=(head_dim, layers[0].rope.dim))
+    given = values_of(fields, DecoderSpec, family.values) | values
+    names = _ACTIVATIONS[given["activation"]]
+    fields.only(family.activation_field, *names, default=names[0])
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = head_dim_of(fields)
     return DecoderSpec(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_positions=max_positions_of(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
         layers=layers,
-        attention_scale=attention_scale or head_dim**-0.5,
-        tied_head=fields.flag("tie_word_embeddings", tied_by_default),
-        activation=activation,
-        **features,
+        **{"attention_scale": head_dim**-0.5, "arrangement": arrangement} | given,
+    )
+
+
+def experts_of(fields: Fields, plan: ExpertPlan, **values: Any) -> MoeSpec:
+    """Return the experts by the family's entry, except for the given values of MoeSpec."""
+    moe = MoeSpec(**values_of(fields, MoeSpec, plan.values) | values)
+    if not plan.num_shared:
+        return moe
+    return replace(moe, shared_size=moe.intermediate_size * fields.integer(plan.num_shared, low=0))
+
+
+def with_experts(
+    fields: Fields, plan: ExpertPlan, layers: tuple[LayerSpec, ...], moe: MoeSpec
+) -> tuple[LayerSpec, ...]:
+    """Add experts to the layers that have them."""
+    if not 1 <= moe.top_k <= moe.num_experts:
+        raise fields.error("num_experts_per_tok", moe.top_k, f"a number from 1 to the experts ({moe.num_experts})")
+    first = fields.integer(present(fields, plan.first), 0, low=0) if plan.first else 0
+    every = fields.integer(plan.every, 1) if plan.every else 1
+    dense = fields.integers(plan.dense) if plan.dense else []
+    return tuple(
+        replace(layer, moe=moe) if index >= first and (index + 1) % every == 0 and index not in dense else layer
+        for index, layer in enumerate(layers)
     )
 
 
@@ -303,27 +203,28 @@ def max_positions_of(fields: Fields) -> int:
     return max(stated, min(int(extended), 2**27))  # the limit of `stated`
 
 
-def uniform_layers(fields: Fields, window: int | None = None, partial: float | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields), partial)
-    return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
-
-
-def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Return Qwen's layers; if use_sliding_window, layer_types or else max_window_layers tells which have windows."""
-    layers = uniform_layers(fields)
-    if not fields.flag("use_sliding_window", False):
-        return layers
-    window, num_full = fields.integer("sliding_window", 4096), fields.integer("max_window_layers", 28)
-    return pick_layers(fields, layers, [index < num_full for index in range(len(layers))], window=window)
-
-
-def _layers_with_two_ropes(fields: Fields, pattern: int) -> tuple[LayerSpec, ...]:
-    """Return layers of which every `pattern`-th has full attention; the others have a window and their own RoPE."""
+def layers_of(fields: Fields, plan: LayerPlan) -> tuple[LayerSpec, ...]:
+    """Return the layers by the family's entry."""
     head_dim = head_dim_of(fields)
-    local, overall = two_ropes(fields, head_dim, head_dim)
-    layers, window = (LayerSpec(overall),) * fields.integer("num_hidden_layers"), fields.integer("sliding_window", 4096)
-    are_full = [(index + 1) % pattern == 0 for index in range(len(layers))]
-    return pick_layers(fields, layers, are_full, rope=local, window=window)
+    changes: dict[str, Any] = {}
+    if plan.has_two_ropes:
+        changes["rope"], rope = two_ropes(fields, head_dim, head_dim)
+    else:
+        rope = read_rope(fields, head_dim, max_positions_of(fields), plan.rotated_part)
+    layers = (LayerSpec(rope),) * fields.integer("num_hidden_layers")
+    if not plan.window or (plan.windows_if and not fields.flag(plan.windows_if, False)):
+        return layers
+    changes["window"] = fields.integer_or_none(plan.window)
+    if plan.full_first:
+        num_full = fields.integer(plan.full_first)
+        return pick_layers(fields, layers, [index < num_full for index in range(len(layers))], **changes)
+    every = plan.full_every
+    if every is None:
+        return tuple(replace(layer, **changes) for layer in layers)
+    if isinstance(every, str):
+        every = fields.integer(present(fields, every))
+    are_full = [every > 0 and (index + 1) % every == 0 for index in range(len(layers))]
+    return pick_layers(fields, layers, are_full, **changes)
 
 
 def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:

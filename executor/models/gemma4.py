@@ -6,17 +6,15 @@ every layer has its own embedding per token, and experts run in addition to the 
 
 from dataclasses import replace
 
-from penstock.executor.loading.arrangement import Arrangement, stacked_experts
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import attention_biases, full_layers, spec_of, two_ropes
+from penstock.executor.models.families import full_layers, spec_of, two_ropes
+from penstock.executor.models.family_table import ModelFamily
 from penstock.executor.models.spec import DecoderSpec, LayerHeads, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
 
-def gemma4(fields: Fields) -> DecoderSpec:
-    fields.only("use_bidirectional_attention", None, "vision")
-    full_rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    fields = fields.with_defaults(rope_parameters={"full_attention": full_rope})
+def gemma4(fields: Fields, family: ModelFamily) -> DecoderSpec:
     num_layers = fields.integer("num_hidden_layers")
     are_full = full_layers(fields, "sliding_attention", [index % 6 == 5 for index in range(num_layers)])
     are_full[-1] = True  # whatever layer_types says
@@ -33,7 +31,7 @@ def gemma4(fields: Fields) -> DecoderSpec:
         raise fields.error("per_layer_config", shown, "the same in all layers of a kind")
     dim_of = {is_full: dim for is_full, dim, _ in sizes}
     sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
-    window, moe = fields.integer("sliding_window", 512), _moe(fields)
+    window, moe = fields.integer("sliding_window"), _moe(fields)
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
     layers = tuple(
         LayerSpec(
@@ -48,19 +46,12 @@ def gemma4(fields: Fields) -> DecoderSpec:
     width, num_words = fields.integer("hidden_size_per_layer_input", 256, low=0), fields.integer("vocab_size")
     spec = spec_of(
         fields,
+        family,
         layers,
-        attention_scale=1.0,  # queries and keys are normalized
-        tied_by_default=True,
-        activation_field="hidden_activation",
-        activation="gelu_tanh",
-        qk_norm=True,
-        sandwich_norms=True,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
-        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         input_width=width,
         input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144, low=num_words if width else 1),
-        arrangement=_arrangement(num_own, num_layers),
-        **attention_biases(fields),
+        arrangement=_arrangement(family.arrangement, num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     return replace(spec, head_dim=widest.dim, num_kv_heads=widest.num_kv)
@@ -93,7 +84,7 @@ def _moe(fields: Fields) -> MoeSpec | None:
     return MoeSpec(num_experts, top_k, fields.integer("moe_intermediate_size"), renormalize=True, is_beside=True)
 
 
-def _arrangement(num_own: int, num_layers: int) -> Arrangement:
+def _arrangement(arrangement: Arrangement, num_own: int, num_layers: int) -> Arrangement:
     """Return the layout. Unused keys and values that the file may have for layers that reuse others' are ignored."""
     unused = tuple(
         f"{model}layers.{index}.self_attn.{part}_"
@@ -101,7 +92,4 @@ def _arrangement(num_own: int, num_layers: int) -> Arrangement:
         for index in range(num_own, num_layers)
         for part in "kv"
     )
-    return Arrangement(
-        joined=stacked_experts("experts.gate_up_proj", "experts.down_proj"),
-        ignored=(*unused, "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
-    )
+    return replace(arrangement, ignored=(*unused, *arrangement.ignored))

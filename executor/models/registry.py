@@ -1,19 +1,29 @@
-"""Finds the code for the architecture in config.json: a text model, or the text part of a multimodal model. catalogue.py
-lists the architectures."""
+"""Finds how to read the config.json of an architecture: of a text model, or the text part of a multimodal model.
+catalogue.py lists the architectures, family_table.py has the entries of their families."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models import families, gemma4, moe_families, recurrent_families
 from penstock.executor.models.catalogue import FAMILIES, TEXT_PARTS, missing
+from penstock.executor.models.family_table import MODEL_FAMILIES, ModelFamily
 from penstock.executor.models.spec import DecoderSpec
 
 _MODULES = families, gemma4, moe_families, recurrent_families
+
+
+def _read(family: ModelFamily, fields: Fields) -> DecoderSpec:
+    reader = next(getattr(module, family.reader) for module in _MODULES if hasattr(module, family.reader))
+    spec: DecoderSpec = reader(family.completed(fields), family)
+    return spec
+
+
 ARCHITECTURES: dict[str, Callable[[Fields], DecoderSpec]] = {
-    f"{name}ForCausalLM": next(getattr(module, reader) for module in _MODULES if hasattr(module, reader))
+    f"{name}ForCausalLM": partial(_read, MODEL_FAMILIES[entry])
     for family in FAMILIES
-    for name, reader in family.architectures.items()
+    for name, entry in family.architectures.items()
 }
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # allowed in the outer config
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from penstock.cli import main
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
 from penstock.executor.loading import quantization
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
-from penstock.executor.models import catalogue, registry
-from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models import catalogue, family_table, registry
+from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LatentSpec, MambaSpec
+from penstock.executor.moe_spec import MoeSpec
 from tests.support.gguf_files import write
 from tests.support.programs import printed
 from tests.support.small_models import CASES, RECURRENT, config_of
@@ -62,6 +65,27 @@ def test_features_are_those_of_the_specs_that_the_families_make() -> None:
         if "text of images" in family.features
         for name in family.architectures
     }
+
+
+def test_the_table_of_families_has_only_names_that_exist_and_entries_that_are_used() -> None:
+    table = json.loads(Path(family_table.__file__).with_name("families.json").read_text())
+    specs: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("values", (DecoderSpec,)),
+        ("latent", (LatentSpec,)),
+        ("recurrent", (DeltaSpec, MambaSpec, ConvSpec)),
+        ("arrangement", (Arrangement,)),
+    )
+    for name, entry in table.items():
+        for key, choices in specs:
+            assert any(entry.get(key, {}).keys() <= {each.name for each in fields(spec)} for spec in choices), (
+                name,
+                key,
+            )
+        experts = entry.get("experts", {}).get("values", {})
+        assert experts.keys() <= {each.name for each in fields(MoeSpec)}, name
+    used = set(chain(*(family.architectures.values() for family in catalogue.FAMILIES)))
+    used.update(*(entry.get("like", ()) for entry in table.values()))
+    assert used | {"base"} == table.keys()
 
 
 def test_no_refused_name_hides_one_that_runs_and_named_formats_exist() -> None:
