@@ -49,9 +49,7 @@ class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reader: str = "read_family"  # the function that does what the table cannot express
     defaults: dict[str, Any] = {}  # values of fields that are absent or null; with null, a field has none
     defaults_unless_null: dict[str, Any] = {}  # values of absent fields, whose null means that the feature is off
-    allowed: dict[
-        str, tuple[Any, ...]
-    ] = {}  # values of fields that are supported; the first counts for an absent field
+    allowed: dict[str, tuple[Any, ...]] = {}  # supported values of fields; the first counts for an absent field
     values: Values = {}  # of DecoderSpec
     activation_field: str = "hidden_act"
     layers: LayerPlan = LayerPlan()

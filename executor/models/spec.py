@@ -1,4 +1,4 @@
-"""The settings of a decoder-only model: a family's function makes them from config.json, `Decoder` runs them."""
+"""The settings of a decoder-only model: families.py makes them from config.json, `Decoder` runs them."""
 
 from dataclasses import dataclass, replace
 
