@@ -47,7 +47,7 @@ def take_tile(number, num_tiles, starts_ptr, first, num_rows, PER_TOKEN: tl.cons
     has the most tokens and its last tile the most positions, and a long tile that starts last would run alone."""
     row, tile = find_row(num_tiles - 1 - number, starts_ptr, first, num_rows, PER_TOKEN, ROWS)
     begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    count = tl.load(starts_ptr + row + 1, mask=num_rows > 0, other=0) - begin
     return row, tile, begin, tl.where((num_rows > 0) & (tile * ROWS < count * PER_TOKEN), count, 0)
 
 
