@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front import adapter_files, liveness
@@ -139,7 +140,7 @@ async def test_only_a_core_beyond_a_deadline_is_killed_at_once() -> None:
             assert process._popen.returncode == code
 
 
-async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
+async def test_the_loop_serves_others_while_a_dead_core_slowly_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[threading.Thread] = []
@@ -157,9 +158,7 @@ async def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(
     assert threads and threading.main_thread() not in threads
 
 
-async def test_a_stopped_core_fails_the_health_check_and_comes_back(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_core_is_unhealthy_while_it_is_stopped(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     await comes_true(lambda: engine.health().ready)  # once the messages that came between two tests are read
     monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
     os.kill(pid_of(engine), signal.SIGSTOP)
@@ -195,6 +194,19 @@ async def test_signals_for_the_process_group_leave_the_core_to_its_parent(engine
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid_of(engine), number)
     assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
+
+
+async def test_the_counters_of_a_new_engine_are_those_of_its_requests() -> None:
+    async with running() as engine:
+        steps: list[Outputs] = []
+        engine.on_step = steps.append
+        assert not any(asdict(engine.stats).values())
+        await read(engine.generate([1, 2, 3, 4, 5], GREEDY))
+        counted = asdict(engine.stats)
+    assert [step.step_tokens for step in steps] == [5, *[1] * 7]
+    assert counted.pop("num_blocks") == 65535 and counted.pop("step_s") >= 0
+    tokens = {"prefix_queries": 5, "prompt_tokens": 5, "generation_tokens": 8}
+    assert {name: count for name, count in counted.items() if count} == {"num_steps": 8, **tokens}
 
 
 async def test_figures_of_the_tiers_outlive_a_step_without_them() -> None:
@@ -250,9 +262,7 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_folder_that_takes_no_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("x" * 110)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -263,9 +273,7 @@ async def test_a_folder_that_takes_no_sockets_is_named_and_nothing_is_left(
     assert not list(folder.iterdir())
 
 
-async def test_a_file_that_gives_no_bytes_is_refused_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_hangs_is_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that reads hangs in the kernel, as on a mount whose server is gone."""
     (tmp_path / "adapter_config.json").write_text("{}")
     is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Messages about steps between executor and ranks: how long one may take, how long it took, the reports of stores."""
+"""Messages between executor and ranks: how long a step may take and took, the reports of stores, answers that differ."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,9 +7,18 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from penstock.executor.protocol import STEP_DEADLINE_S, Row, Step, StepResult, TransferResult, step_deadline_s
+from penstock.executor.protocol import (
+    STEP_DEADLINE_S,
+    AdapterError,
+    AdapterInfo,
+    Row,
+    Step,
+    StepResult,
+    TransferResult,
+    step_deadline_s,
+)
 from penstock.executor.ranks import ranked
-from penstock.executor.ranks.wire import Done, ModelLoaded
+from penstock.executor.ranks.wire import Done, MessageKind, ModelLoaded, RankAnswer
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from tests.support.fake_engine import INFO
 
@@ -17,10 +26,11 @@ from tests.support.fake_engine import INFO
 class Ranks:
     """Ranks that are watched, and their reports. Time passes only while the executor waits for more."""
 
-    def __init__(self, *reports: Done, device: str = "cpu") -> None:
+    def __init__(self, *reports: Done | RankAnswer, device: str = "cpu") -> None:
         self.workers = [None] * (1 + max(report.rank for report in reports))
         self.error = None
         self.now_s = 0.0
+        self.sent: list[tuple[Any, ...]] = []
         self._results = iter(reports)
         self._info = msgspec.structs.replace(INFO, device=device)
 
@@ -31,9 +41,10 @@ class Ranks:
         return [ModelLoaded(self._info)] * len(self.workers)
 
     def send(self, message: tuple[Any, ...], timeout_s: float) -> None:
-        assert message and timeout_s > 0
+        assert timeout_s > 0
+        self.sent.append(message)
 
-    def receive(self, timeout_s: float) -> Iterator[Done]:
+    def receive(self, timeout_s: float) -> Iterator[Done | RankAnswer]:
         if (done := next(self._results, None)) is None:
             self.now_s += timeout_s
         else:
@@ -92,6 +103,37 @@ def test_statistics_of_stores_are_those_of_the_first_rank() -> None:
         assert transfers is not None
         seen.append(transfers.store_stats)
     assert seen == [{"disk": {"hits": 1.0}}, {}]
+
+
+def test_an_adapter_that_not_all_ranks_hold_is_unloaded_everywhere() -> None:
+    """An adapter that requests may already use stays, also if one rank refuses to load it once more."""
+    refusal = RankAnswer(1, "no memory for it")
+
+    def info(rank: int, key: str) -> RankAnswer:
+        return RankAnswer(rank, value=AdapterInfo(key, 4, 100))
+
+    ranks = Ranks(
+        *(info(1, "held"), info(0, "held")),
+        *(info(0, "refused"), refusal),
+        *(info(0, "changed"), info(1, "changed meanwhile")),
+        *2 * (refusal, info(0, "held")),
+    )
+    executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
+    assert executor.load_adapter("first").key == "held"
+    ranks.sent.clear()
+    for path, message in (
+        ("second", "no memory for it"),
+        ("third", "third: the ranks have read different content"),
+        ("first", "no memory for it"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            executor.load_adapter(path)
+    unloaded = sorted(key.decode() for kind, key in ranks.sent if kind == MessageKind.UNLOAD)
+    assert unloaded == ["changed", "changed meanwhile", "refused"]
+    executor.unload_adapter("held")
+    with pytest.raises(AdapterError):
+        executor.load_adapter("first")
+    assert ranks.sent[-1] == (MessageKind.UNLOAD, b"held")
 
 
 def test_the_time_of_a_step_does_not_count_that_of_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

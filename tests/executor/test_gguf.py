@@ -1,6 +1,5 @@
 """GGUF files that the gguf package writes are read as its dequantizers read them, and hostile ones are refused."""
 
-import re
 import struct
 from pathlib import Path
 
@@ -124,13 +123,12 @@ def one_tensor(dims: tuple[int, ...], kind: int, offset: int = 0) -> bytes:
     ("content", "message"),
     table(__file__, "gguf headers", HUGE=HUGE, header=header, one_tensor=one_tensor, struct=struct, text=text),
 )
-def test_another_format_or_a_lying_header_is_refused_before_memory_is_taken(
-    content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_lying_header_is_refused_before_memory_is_taken(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(ExecutorError, match=re.escape(str(path)) + ".*" + message):
+    with pytest.raises(ExecutorError) as caught:
         GgufCheckpoint(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
 
 
 def read_all(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """Files of weights: a checkpoint that loads is whole and as expected; the error of any other says what is wrong with it."""
 
+import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.models import load as load_module
 from penstock.executor.models.load import choose_dtype
 from penstock.executor.protocol import ExecutorError, ModelInfo
+from penstock.executor.regular_files import open_regular
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import (
     WEIGHTS,
@@ -37,6 +39,15 @@ def model(tmp_path: Path) -> Path:
 
 def load(path: Path, **options: Any) -> ModelInfo:
     return executor_of(path, **{"dtype": "auto", **options}).info
+
+
+def test_a_path_that_is_no_file_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a socket fails with another error; opening a device may do anything."""
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind("socket")
+        with pytest.raises(OSError, match="not a regular file: 'socket'"):
+            open_regular(Path("socket"))
 
 
 def test_rotary_buffers_of_old_checkpoints_and_an_auto_map_are_accepted(model: Path) -> None:
@@ -80,9 +91,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
 
 
 @pytest.mark.parametrize(("file", "content", "words"), table(__file__, "folders", WEIGHTS=WEIGHTS))
-def test_a_folder_with_a_wrong_file_in_place_of_its_weights_is_refused(
-    model: Path, file: str, content: bytes, words: str
-) -> None:
+def test_a_folder_with_a_wrong_file_for_weights_is_refused(model: Path, file: str, content: bytes, words: str) -> None:
     (model / WEIGHTS).unlink()
     (model / file).write_bytes(content)
     assert has_words(message := refusal(model), words.replace("PATH", str(model))), message
@@ -97,9 +106,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_tensors_decide_the_dtype_where_config_json_has_none_or_float32(
-    model: Path, named: str | None, stored: torch.dtype
-) -> None:
+def test_tensors_decide_the_dtype_that_a_config_lacks(model: Path, named: str | None, stored: torch.dtype) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in load_file(model / WEIGHTS).items()}
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()  # most numbers decide, not all
     edit_weights(model, tensors)
@@ -110,15 +117,11 @@ def test_the_tensors_decide_the_dtype_where_config_json_has_none_or_float32(
 
 
 @pytest.mark.parametrize(("option", "stored", "computed"), cases(__file__, "dtypes on a GPU", torch=torch))
-def test_a_gpu_computes_float32_weights_in_bfloat16_unless_it_is_told_otherwise(
-    option: str, stored: str, computed: torch.dtype
-) -> None:
+def test_a_gpu_computes_float32_in_bfloat16_by_default(option: str, stored: str, computed: torch.dtype) -> None:
     assert choose_dtype(option, stored, torch.device("cuda")) is computed
 
 
-def test_computing_in_another_dtype_than_that_of_the_weights_is_logged(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_in_another_dtype_than_the_weights_is_logged(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     config = config_of(model, dtype="auto")
     with monkeypatch.context() as patch:

@@ -1,18 +1,22 @@
 """Cache events of vLLM and SGLang: followed over their ZMQ publishers, and as keys of ours."""
 
+import asyncio
 import contextlib
 import itertools
+import os
 import socket
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq.asyncio
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Changes
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig, check_together
+from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.placement.engine_blocks import BadEvents, EngineBlocks, OtherBlockSize
 from tests.support.engine_publisher import CLEARED, StandIn, as_array, batch, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
@@ -142,6 +146,24 @@ def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_remo
         if not is_removed:
             until(feeds._by_url[url].done)
             assert router.view(url)["events"] is None
+
+
+def test_an_engine_that_is_connected_to_again_and_again_costs_no_file_descriptor() -> None:
+    async def connect(engine: StandIn) -> list[int]:
+        context = zmq.asyncio.Context()
+        source, opened = EngineSource(context, Backend.of(engine.backend), bytes(32), 16), []
+        for _ in range(50):
+            async with contextlib.aclosing(source.frames()) as batches:
+                while not source.is_connected:
+                    await anext(batches)
+            opened.append(len(os.listdir("/proc/self/fd")))
+        context.destroy(0)
+        return opened
+
+    with stand_in() as engine:
+        opened = asyncio.run(connect(engine))
+    # A thread closes the sockets a little later; the first connections open its descriptors too.
+    assert min(opened[40:]) < min(opened[:10]) + 20, opened
 
 
 def test_the_cached_tokens_in_an_answer_are_compared_with_the_prediction() -> None:

@@ -234,5 +234,5 @@ def test_every_invariant_holds_through_a_random_life_of_the_fleet(seed: int) -> 
     for view in placement.view().values():
         assert view["active_requests"] == view["queued_tokens"] == view["held_tokens"] == 0
     metrics = placement.metrics()
-    assert metrics["requests_ok_total"] == num_ok + len(charges)
+    assert metrics["requests_ok_total"] == num_ok + len(charges) and metrics["sessions"] == 5
     assert metrics["decisions_total"] == metrics["requests_ok_total"] + metrics["requests_failed_total"] > 200
