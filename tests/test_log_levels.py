@@ -90,9 +90,7 @@ def test_a_command_refuses_it_before_anything_starts(
         ("debug", {LOG_VARIABLE: "error"}, {"": 30, "penstock": 10, "penstock.router": 10, "penstock.cache": 10}),
     ],
 )
-def test_child_processes_log_alike_and_libraries_log_warnings_alone(
-    option: str, environment: dict[str, str], levels: dict[str, int]
-) -> None:
+def test_children_log_at_the_parents_levels(option: str, environment: dict[str, str], levels: dict[str, int]) -> None:
     plain = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", PARENT, option], capture_output=True, text=True, env={**plain, **environment}, check=True

@@ -49,9 +49,7 @@ QUICK = "1,6"  # one rung of each kind: measured here, and in a process of kerne
 @pytest.mark.timeout(1800)
 @pytest.mark.nightly
 @pytest.mark.parametrize("rungs", [QUICK, "1-9"])
-def test_rungs_run_with_no_more_than_a_bare_machine_has(
-    rungs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rungs_run_on_a_bare_machine(rungs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lacking = lacking_modules()
     assert {"ray", "openai", "jsonschema"} <= lacking and not {"msgspec", "torch", "cffi"} & lacking
     for name in lacking:
@@ -89,9 +87,7 @@ def test_every_rung_reports_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_rung_that_fails_leaves_its_line_and_the_next_one_begins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_rung_leaves_a_line_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, lines = run(monkeypatch, tmp_path, "--rungs", "6,1")
     assert code == 1 and [line["rung"] for line in lines] == [6, 1]

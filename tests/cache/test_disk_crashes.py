@@ -107,9 +107,7 @@ MUTATIONS: list[Callable[[mmap.mmap, random.Random, int], None]] = [flip_a_bit, 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [150, pytest.param(100_000, marks=pytest.mark.soak)])
-def test_changed_bytes_are_a_miss_counted_and_logged(
-    tmp_path: Path, changes: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_bytes_are_a_miss_and_logged(tmp_path: Path, changes: int, caplog: pytest.LogCaptureFixture) -> None:
     """After each change all records are read; `Rig` compares every byte. Lost records are stored again."""
     draw = random.Random(1)
     with Rig(tmp_path, chunk=SMALL, cells=8, limits=NEVER_BYPASSED) as rig:

@@ -58,9 +58,7 @@ def run_through(path: Path, calls: FaultyCalls) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fails_each", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
-def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(
-    tmp_path: Path, fault: Fault, fails_each: bool
-) -> None:
+def test_after_any_failed_call_the_tier_serves_nothing_wrong(tmp_path: Path, fault: Fault, fails_each: bool) -> None:
     """In each run another call fails, until a run has no call of that number."""
     stride = 1 if fails_each else 5 if fault.error == errno.EIO else 11
     number = 0

@@ -91,9 +91,7 @@ def test_bytes_cross_with_the_right_secret_and_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("server_secret", "secret"), [(SECRET, ""), (SECRET, SECRET + "!"), ("", SECRET)])
-def test_with_another_secret_neither_end_believes_the_other(
-    server_secret: str, secret: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_end_believes_another_secret(server_secret: str, secret: str, caplog: pytest.LogCaptureFixture) -> None:
     with serving(Source(), secret=server_secret) as server, tier(server.endpoint, secret=secret) as peer:
         until(lambda: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
         until(lambda: bool(caplog.messages), "it is said")

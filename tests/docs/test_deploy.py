@@ -137,9 +137,7 @@ def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> N
         ("sleep infinity", None),
     ],
 )
-def test_the_health_check_of_images_asks_where_the_command_listens(
-    command: str, address: tuple[str, int] | None
-) -> None:
+def test_the_health_check_asks_where_the_command_listens(command: str, address: tuple[str, int] | None) -> None:
     assert health.listening_address(command) == address
 
 

@@ -34,9 +34,7 @@ def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "num_cached", "differs_at"), cases(__file__, "other prompts", PROMPT=PROMPT))
-def test_a_prompt_that_differs_names_the_first_token_that_does(
-    prompt: list[int], num_cached: int, differs_at: int
-) -> None:
+def test_a_prompt_that_differs_names_its_first_new_token(prompt: list[int], num_cached: int, differs_at: int) -> None:
     world = World()
     assert reuse(world, "a") == Reuse({"device": 0}, "new_tokens", differs_at=0)
     assert reuse(world, "b", prompt) == Reuse({"device": num_cached}, "new_tokens", differs_at=differs_at)

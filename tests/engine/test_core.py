@@ -78,9 +78,7 @@ def test_deadline_and_size_are_those_of_the_older_step_in_flight() -> None:
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request(
-    is_paused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_with_a_step_in_flight_settles_and_forgets(is_paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
     monkeypatch.setattr(engine_core, "RESET_S", 0.2)
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
@@ -141,9 +139,7 @@ def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pyt
     assert overdue_s == [0.0]
 
 
-def test_steps_in_flight_have_their_own_deadlines_when_an_adapter_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_loading_an_adapter_leaves_steps_their_own_deadlines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(CONTROL_DEADLINES_S, "load_adapter", -1.0)
     config = msgspec.structs.replace(CONFIG.executor, enable_lora=True)
     core, duty = EngineCore(CONFIG, OracleExecutor(config, 2)), Duty()

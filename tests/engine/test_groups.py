@@ -103,9 +103,7 @@ def test_a_state_stays_in_place_and_is_sent_once() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
-def test_all_groups_come_back_from_the_host_and_an_earlier_engines_disk(
-    groups: tuple[GroupInfo, ...],
-) -> None:
+def test_all_groups_come_back_from_the_host_and_an_earlier_engines_disk(groups: tuple[GroupInfo, ...]) -> None:
     prompt, store = list(range(21)), FlakyStore()
     world = World(num_blocks=40, num_host_blocks=400, store=store, groups=groups)
     assert world.cached("cold", prompt) == 0

@@ -102,9 +102,7 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
     ("prompt", "params", "message"),
     table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams, np=np),
 )
-def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
-    llm: LLM, prompt: Any, params: Any, message: str
-) -> None:
+def test_bad_input_names_field_and_limit_and_leaves_nothing(llm: LLM, prompt: Any, params: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt, params, use_tqdm=False)
     assert llm.get_metrics()["num_used_blocks"] == 0
@@ -119,9 +117,7 @@ def handler(request: pytest.FixtureRequest) -> Iterator[object]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_that_is_not_ignored_ends_the_batch_between_two_steps(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, handler: object
-) -> None:
+def test_an_interrupt_ends_the_batch_between_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch, handler: object) -> None:
     collect = llm._running().executor.collect
     calls = iter(range(100))
 
@@ -144,9 +140,7 @@ def test_an_interrupt_that_is_not_ignored_ends_the_batch_between_two_steps(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_executor_that_fails_ends_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm._running().executor, "submit", Mock(side_effect=MemoryError("no room")))
     with pytest.raises(MemoryError):
         llm.generate([[1]], GREEDY, use_tqdm=False)
@@ -177,9 +171,7 @@ def test_threads_take_turns(llm: LLM) -> None:
         assert all(prompt == given and ids == alone(submit("a", prompt))[0] for prompt, given, ids in each)
 
 
-def test_requests_that_fail_are_named_and_the_others_results_are_there(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_requests_are_named_and_other_results_are_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core = llm._running()
     step, ended = core.step, list[Output]()
 
@@ -216,9 +208,7 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
 
 
 @pytest.mark.parametrize(("fields", "message"), table(__file__, "offline parameters", np=np))
-def test_invalid_parameters_are_refused_at_once_and_also_after_a_change(
-    llm: LLM, fields: dict[str, Any], message: str
-) -> None:
+def test_invalid_parameters_are_refused_also_after_a_change(llm: LLM, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**fields)
     changed = SamplingParams()

@@ -54,9 +54,7 @@ SCALES: list[dict[str, Any]] = [{"rank": 1, "alpha": 2}, {"rank": 256, "alpha": 
 
 
 @pytest.mark.parametrize("fields", SCALES, ids=["rank 1", "rank 256", "rslora", "patterns"])
-def test_an_adapter_of_any_rank_and_scale_gives_the_tokens_of_the_merged_model(
-    fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_of_any_rank_and_scale_acts_as_the_merged_model(fields: dict[str, Any], tmp_path: Path) -> None:
     adapter = Adapter("llama", tmp_path, 3, **fields)
     executor = with_adapters("llama", max_lora_rank=256)
     driver, prompt = Driver(executor), prompts(1)[0]
@@ -69,9 +67,7 @@ HARDEST = [(LLAMA, torch.bfloat16, "float32"), ("gemma3", torch.float32, "bfloat
 
 
 @pytest.mark.parametrize(("case", "stored", "dtype"), hardest_rows(STORED, HARDEST))
-def test_the_same_bits_alone_and_in_a_batch_of_others(
-    case: str, stored: torch.dtype, dtype: DType, tmp_path: Path
-) -> None:
+def test_bits_are_the_same_alone_and_in_a_batch(case: str, stored: torch.dtype, dtype: DType, tmp_path: Path) -> None:
     """With an adapter, and without one beside those that have one: as without adapters at all."""
     adapters = [Adapter(case, tmp_path / str(seed), seed, rank=5, alpha=5.0, dtype=stored) for seed in range(2)]
     prompt, others = prompts(1, seed=9, low=30, high=30)[0], prompts(9, seed=10)

@@ -118,9 +118,7 @@ def test_an_unknown_level_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("cpu", "instructions", "level"), cases(__file__, "instructions of CPUs"))
-def test_the_dot_products_of_integers_and_of_bfloat16_are_chosen_apart(
-    cpu: str, instructions: tuple[str, ...], level: str
-) -> None:
+def test_integer_and_bfloat16_products_are_chosen_apart(cpu: str, instructions: tuple[str, ...], level: str) -> None:
     lib: Any = _csrc.lib
     best = lib.penstock_cpu_best_level(sum(getattr(lib, f"PENSTOCK_{name}") for name in instructions))
     assert _csrc.ffi.string(lib.penstock_cpu_level_name(best)).decode() == level, cpu

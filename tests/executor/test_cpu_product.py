@@ -89,9 +89,7 @@ def test_rows_come_back_as_they_are_stored(kind: str, level: str, dtype: torch.d
 
 @both_dtypes
 @pytest.mark.parametrize(("kind", "level"), [*ON_NUMBERS, *((kind, None) for kind in FILE_TYPES if has_vectors())])
-def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(
-    kind: str, level: str | None, dtype: torch.dtype
-) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(kind: str, level: str | None, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     weights = [stored(rng, (size, 1024), kind, dtype)[0] for size in (1500, 40)]
     one, two = (CpuProduct(weights, dtype, num_threads=number, level=level) for number in (1, 2))
@@ -116,9 +114,7 @@ def test_every_level_makes_the_same_bits(kind: str) -> None:
 @both_dtypes
 @pytest.mark.parametrize("level", cpu_ops.levels())
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1, 1], [3, 120, 1], [97, 200]], ids=str)
-def test_several_layers_in_one_call_have_the_bits_of_one_by_one(
-    level: str, dtype: torch.dtype, counts: list[int]
-) -> None:
+def test_layers_in_one_call_have_the_bits_of_one_by_one(level: str, dtype: torch.dtype, counts: list[int]) -> None:
     weights = random(len(counts), 300, 512, dtype=dtype, seed=1)
     x = random(sum(counts), 514, dtype=dtype, seed=2)[:, 2:]
     for threads in (1, 2):

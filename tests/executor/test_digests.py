@@ -134,9 +134,7 @@ def test_a_rank_that_fails_tells_the_others_instead_of_letting_them_wait() -> No
 @pytest.mark.parametrize(
     ("case", "world", "by_experts"), [("llama", 2, False), ("qwen3-moe", 4, True), ("mixtral", 2, True)]
 )
-def test_a_model_has_one_fingerprint_and_no_rank_reads_the_experts_of_others(
-    case: str, world: int, by_experts: bool
-) -> None:
+def test_a_fingerprint_is_one_though_ranks_read_only_their_experts(case: str, world: int, by_experts: bool) -> None:
     read: list[set[str]] = [set() for _ in range(world)]
 
     def load(group: RankGroup) -> LoadedModel:

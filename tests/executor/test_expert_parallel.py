@@ -76,9 +76,7 @@ def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: d
     ("case", "dtype"), [("mixtral", "float32"), ("qwen3-moe", "bfloat16"), ("in eight bits", "bfloat16")]
 )
 @torch.inference_mode()
-def test_an_expert_with_all_tensors_of_another_computes_what_that_one_does(
-    case: str, dtype: DType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_an_expert_computes_the_same(case: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number outside of its tensors would stay behind when an expert moves to another rank."""
     if case == "in eight bits":
         test_eight_bits.in_eight_bits(monkeypatch)

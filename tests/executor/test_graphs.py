@@ -136,9 +136,7 @@ PROMPTS_IN_GRAPHS = ("qwen3", "gemma3", "qwen3-moe", "opt", "deepseek-v2-lite", 
 
 
 @pytest.mark.parametrize("case", hardest(PROMPTS_IN_GRAPHS, "gemma3", "qwen3-moe", "deepseek-v2-lite"))
-def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
-    monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_graphs_of_prompts_give_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Alone, several at once, and beside rows that decode; what pads a graph reads nothing and writes to block 0."""
     recorder = Recorder()
     executor = open_small(monkeypatch, case, recorder, chunks=(4, 16))
@@ -157,9 +155,7 @@ def test_steps_with_prompts_give_the_tokens_of_transformers_from_graphs(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_with_adapters_give_the_tokens_of_merged_models_from_graphs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
-) -> None:
+def test_graphs_of_adapters_equal_merged_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
     """Prompts and single tokens, beside rows without an adapter; three adapters take turns in two slots."""
     recorder, options = Recorder(), {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     if device == "cuda":
@@ -261,9 +257,7 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
 
 
 @pytest.mark.parametrize(("case", "takes_drafts"), [("qwen3", True), ("lfm2", False)])
-def test_graphs_take_only_steps_of_single_tokens_that_all_sample(
-    case: str, takes_drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_take_only_rows_of_one_token(case: str, takes_drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recurrent state goes through one row after the other, so that drafts cannot be rows of a graph."""
     graphs = open_small(monkeypatch, case, Recorder())._runner._graphs
     assert graphs is not None

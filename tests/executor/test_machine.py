@@ -64,9 +64,7 @@ def group(path: str, limit: str, version: int = 2) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("membership", "files", "free"), cases(__file__, "memory limits", group=group))
-def test_of_the_memory_in_a_control_group_the_page_cache_counts_as_free(
-    tmp_path: Path, membership: str, files: dict[str, str], free: int
-) -> None:
+def test_a_groups_page_cache_counts_as_free(tmp_path: Path, membership: str, files: dict[str, str], free: int) -> None:
     assert available_memory(*written(tmp_path, membership, files)) == free
 
 

@@ -89,9 +89,7 @@ def open_rebalancer(
     return opened
 
 
-def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
-    gpu: PretendedGpu, open_rebalancer: Callable[..., Any]
-) -> None:
+def test_experts_arrive_beside_and_move_between_steps(gpu: PretendedGpu, open_rebalancer: Callable[..., Any]) -> None:
     other = Other()
     rebalancer, layers = open_rebalancer(list(range(SLOTS)), other)
     loads = [torch.tensor(load).to(GPU) for load in ([9, 9, 1, 1], [1, 9, 1, 9])]
@@ -107,7 +105,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams
 
 
-def test_a_plan_that_only_changes_the_shares_of_copies_counts_apart_from_moves(
+def test_a_plan_that_changes_only_shares_of_copies_counts_apart(
     open_rebalancer: Callable[..., Any],
 ) -> None:
     rebalancer, layers = open_rebalancer([0, 1, 2, 3, 1, 0], Other(), max_moves=0)

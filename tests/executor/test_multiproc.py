@@ -76,9 +76,7 @@ def test_a_drawn_answer_has_the_same_bits_alone_beside_others_and_preempted(rank
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("case", "ranks", "message"), table(__file__, "ranks", Path=Path))
-def test_a_model_that_ranks_cannot_run_is_refused_without_a_traceback(
-    case: str | Path, ranks: int, message: str
-) -> None:
+def test_a_model_beyond_the_ranks_is_refused_without_a_traceback(case: str | Path, ranks: int, message: str) -> None:
     with pytest.raises(ExecutorError, match=message) as caught:
         open_multiproc(config_of(case, ranks))
     assert "Traceback" not in str(caught.value)

@@ -153,9 +153,7 @@ def test_the_largest_steps_are_run_and_measured(
     assert (num_tokens in with_adapter) == ("enable_lora" in options)
 
 
-def test_counts_for_penalties_are_planned_and_allocated_once_a_request_has_some(
-    open_metered: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_for_penalties_are_allocated_when_needed(open_metered: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     meter, allocate = Meter(), TokenCounts.allocate
 
     def recorded(counts: TokenCounts) -> None:
@@ -174,9 +172,7 @@ def test_counts_for_penalties_are_planned_and_allocated_once_a_request_has_some(
 
 
 @pytest.mark.parametrize(("graph_bytes", "is_warned"), [(3 * GIB, False), (4 * GIB, True)])
-def test_graphs_that_take_more_memory_than_was_set_aside_are_warned_of(
-    graph_bytes: int, is_warned: bool, open_metered: Opener
-) -> None:
+def test_graphs_beyond_their_memory_are_warned_of(graph_bytes: int, is_warned: bool, open_metered: Opener) -> None:
     executor, lines = open_metered(Meter(5 * GIB, 5 * GIB + graph_bytes), max_num_seqs=2, kv_cache_bytes=2**18)
     assert executor.info.memory["graphs"] == graph_bytes
     assert any(f"they take {graph_bytes >> 20:,} MiB" in line for line in lines)

@@ -157,9 +157,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "num_steps"), [("mixed", 6), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
 )
-def test_two_steps_in_flight_touch_nothing_at_the_same_time(
-    kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_in_flight_do_not_race(kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread finishes the steps, and may lag behind: this one waits for nothing that the other one does."""
     is_mixed, options = KINDS[kind]
     folder(CASE)

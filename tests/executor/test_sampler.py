@@ -377,9 +377,7 @@ def test_sampling_in_parts_and_from_bfloat16_changes_no_result(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 1000])
-def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(
-    vocab_size: int, dtype: torch.dtype
-) -> None:
+def test_a_mask_turns_only_forbidden_logits_into_minus_infinity(vocab_size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = logits.clone()
     masks = {4: set(range(0, vocab_size, 3)), 0: {vocab_size - 1}, 2: set[int]()}

@@ -134,9 +134,7 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
     assert not open_files() - before
 
 
-def test_a_source_that_is_no_sealed_and_whole_file_of_this_model_is_refused(
-    served: tuple[UniprocExecutor, list[list[int]]], tmp_path: Path
-) -> None:
+def test_an_unusable_source_is_refused(served: tuple[UniprocExecutor, list[list[int]]], tmp_path: Path) -> None:
     executor, expected = served
     whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
     cut = tmp_path / "cut.safetensors"

@@ -154,9 +154,7 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         *(pytest.param(seed, 50_000, marks=(pytest.mark.nightly, pytest.mark.timeout(900))) for seed in (6, 7)),
     ],
 )
-def test_every_parser_reads_a_mangled_request_alike(
-    router: RunningRouter, backend: Stub, seed: int, count: int
-) -> None:
+def test_all_parsers_read_a_mangled_request_alike(router: RunningRouter, backend: Stub, seed: int, count: int) -> None:
     """Whatever bytes come in, each request behind the router is well-formed for two other parsers, with the same method,
     target and body, and there are never more of them than the client's parser may have meant."""
     rng = random.Random(seed)

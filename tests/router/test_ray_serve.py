@@ -55,9 +55,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
         ray_serve.Program(["serve", str(tmp_path / "missing"), "--port", "0"])
 
 
-def test_the_list_of_replicas_is_replaced_as_a_whole_and_errors_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_of_replicas_is_replaced_whole_after_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "replicas.txt"
     lists: list[str] = []  # before each look at the addresses
     file.touch()
@@ -93,9 +91,7 @@ class StoppedByHand(ray_serve.Router):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_a_router_leaves_no_folder_and_is_unhealthy_without_its_list(
-    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_router_needs_its_list_and_deletes_it(starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Mock(stop=AsyncMock())
     start = Mock(return_value=program) if starts else Mock(side_effect=RuntimeError("the port is taken"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

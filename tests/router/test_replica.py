@@ -130,9 +130,7 @@ def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
 @pytest.mark.parametrize(
     ("error", "is_local"), [(OSError(errno.EMFILE, "Too many open files"), True), (socket.gaierror(-3, "no"), False)]
 )
-def test_a_failure_of_the_router_itself_is_no_death_of_a_replica(
-    error: OSError, is_local: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_routers_failure_kills_no_replica(error: OSError, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", Mock(side_effect=error))
     with pytest.raises(ConnectFailed) as failure:
         asyncio.run(up().pool.connect())
@@ -189,9 +187,7 @@ def test_a_replica_with_an_impossible_block_size_harms_no_other() -> None:
             assert router.complete(model="m").status_code == 200
 
 
-def test_a_model_of_a_replica_that_is_on_this_machine_is_suggested_once_for_its_tokenizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_model_is_suggested_once_for_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "penstock.router")
     folder = tmp_path / "a model"
     folder.mkdir()
@@ -207,9 +203,7 @@ def test_a_model_of_a_replica_that_is_on_this_machine_is_suggested_once_for_its_
             assert caplog.text.count("with --tokenizer") == 1
 
 
-def test_a_probe_that_fails_by_a_bug_is_logged_and_started_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_probe_is_restarted_after_a_bug(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     probe, bugs = Probe._probe, [ZeroDivisionError("a bug")]
 
     async def probe_with_bugs(*arguments: Any) -> None:

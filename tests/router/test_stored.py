@@ -62,9 +62,7 @@ def test_a_response_that_no_replica_has_is_not_found() -> None:
 @pytest.mark.parametrize(
     ("fault", "expected"), [("draining", 503), ("down", 503), ("error", 503), ("break", 503), ("key", 401)]
 )
-def test_a_response_whose_replica_is_unavailable_is_not_reported_as_lost(
-    fault: str, expected: int, body: dict[str, str] | None
-) -> None:
+def test_an_unavailable_replicas_response_is_not_lost(fault: str, expected: int, body: dict[str, str] | None) -> None:
     answers = {"error": whole(b"{}", b"500 Error"), "key": whole(b"{}", b"401 Unauthorized"), "break": None}
     with two() as (first, second, router):
         if fault in answers:
@@ -132,9 +130,7 @@ def test_a_digest_of_the_clients_key_goes_with_requests_for_responses(backend: S
         ("POST", "/v1/completions", {}, True),
     ],
 )
-def test_a_request_is_only_repeated_if_it_changes_no_stored_response(
-    method: str, path: str, store: dict[str, bool], is_repeated: bool
-) -> None:
+def test_stored_responses_change_only_once(method: str, path: str, store: dict[str, bool], is_repeated: bool) -> None:
     with two() as (first, second, router):
         first.answer = second.answer = first_fails(hang_up, ok)
         answer = router.http.request(method, path, json={"input": "x", "prompt": "x", **store})

@@ -68,18 +68,14 @@ def test_latency_reports_the_measured_iterations_only(
     assert printed[0] == "Avg latency: 5.0 seconds" and printed[3] == "50% percentile latency: 5.0 seconds"
 
 
-def test_a_result_that_cannot_be_written_at_the_end_is_printed(
-    opened: MagicMock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_that_cannot_be_written_is_printed(opened: MagicMock, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--num-prompts", "2", "--output-json", "/dev/full"]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out[printed.out.index("{") :])["num_requests"] == 2
     assert "/dev/full cannot be written: No space left on device; the result is printed" in printed.err
 
 
-def test_prompts_that_cannot_fit_are_refused_before_they_are_made(
-    opened: MagicMock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_beyond_the_context_are_not_even_made(opened: MagicMock, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", "--input-len", "1000000000", "--output-len", "10"]) == 2
     assert "input_len: 1000000010 tokens with the answer; a request may have 4096" in capsys.readouterr().err
     assert not opened.generate.called

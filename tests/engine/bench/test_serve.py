@@ -164,9 +164,7 @@ def test_a_server_that_refuses_the_key_is_reported_with_its_answer(capsys: pytes
     assert "lists none; give --model (401: the key is not accepted" in capsys.readouterr().err
 
 
-def test_a_trace_is_replayed_at_its_own_times_without_another_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_has_its_own_times_and_takes_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     entry = {"input_length": 9, "output_length": 3, "hash_ids": [4]}
     path.write_text("".join(json.dumps({"timestamp": at, **entry}) + "\n" for at in (0, 40, 80, 90, 95, 100)))

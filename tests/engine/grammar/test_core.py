@@ -104,9 +104,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), Panic("index out of bounds")], ids=repr)
-def test_a_broken_vocabulary_or_library_fails_constrained_requests_alone(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_constrained_requests_need_the_vocabulary(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     load = vocabulary
     if isinstance(error, Panic):
         monkeypatch.setattr("llguidance.LLMatcher", Mock(side_effect=error))
@@ -116,9 +114,7 @@ def test_a_broken_vocabulary_or_library_fails_constrained_requests_alone(
 
 
 @pytest.mark.parametrize("name", ["masks", "grammars"])
-def test_where_no_thread_can_be_started_constrained_requests_fail_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_only_constrained_requests_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -222,9 +218,7 @@ def test_a_stop_token_of_the_user_ends_an_answer_within_forced_tokens() -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_an_answer_that_uses_up_a_grammar_harms_no_other_request(
-    monkeypatch: pytest.MonkeyPatch, max_in_flight: int
-) -> None:
+def test_using_up_a_grammar_harms_no_other_request(monkeypatch: pytest.MonkeyPatch, max_in_flight: int) -> None:
     """All copies share the states of a lexer, of which a long text takes many."""
     limits = {"max_lexer_states": 400, "verbose_errors": False}
     monkeypatch.setattr("penstock.engine.grammar.compiler.LIMITS", limits)

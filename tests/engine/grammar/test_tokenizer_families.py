@@ -52,9 +52,7 @@ def test_the_second_tokenizer_cuts_as_one_that_was_read_anew(tokenizer: Tokenize
 
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_choice_is_answered_and_harms_no_other_request(
-    tokenizer: Tokenizer, choice: list[str], max_in_flight: int
-) -> None:
+def test_a_choice_is_answered_beside_others(tokenizer: Tokenizer, choice: list[str], max_in_flight: int) -> None:
     world = Core(max_in_flight=max_in_flight, compiler=compiler_of(tokenizer), vocab_size=tokenizer.vocab_size)
     for number in range(6):
         sampling = Sampling(temperature=1.0, seed=number)

@@ -89,9 +89,7 @@ def test_a_pause_keeps_awaits_or_ends_running_requests(server: Running, mode: st
     until(lambda: server.engine.stats.num_used_blocks == 0)
 
 
-def test_sleeps_and_pauses_that_wait_end_with_the_last_request(
-    server: Running,
-) -> None:
+def test_sleeps_and_pauses_that_wait_end_with_the_last_request(server: Running) -> None:
     asking = ask(server, max_tokens=3000, ignore_eos=True)
     until(lambda: server.engine.stats.num_running == 1)
     waiting = server.engine._pending_replies  # type: ignore[attr-defined]

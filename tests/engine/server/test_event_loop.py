@@ -67,9 +67,7 @@ def test_a_long_chat_is_rendered_in_a_thread(
     assert calls == [False, True]
 
 
-def test_a_short_message_after_a_long_conversation_is_rendered_in_a_thread(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_after_a_long_chat_is_rendered_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_in_loop(server, monkeypatch, prompts, "chat_prompt")
     for length in (10, INLINE_CHARS):
         items = json.dumps([{"type": "message", "role": "user", "content": "x" * length}]).encode()

@@ -58,9 +58,7 @@ def keys(run: bytes) -> set[bytes]:
 server = started(lambda: oracle_engine(max_model_len=4000))
 
 
-def test_a_listener_learns_the_keys_cached_before_and_after_it_came(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_learns_earlier_and_later_cached_keys(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "ALIVE_S", 0.1)
     info = server.engine.info
     assert server.http.get("/v1/models").json()["data"][0]["num_blocks"] == info.num_blocks - 1

@@ -117,9 +117,7 @@ def text(events: list[str]) -> str:
         pytest.param(BACKGROUND, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
-    number: signal.Signals, before: Sequence[str]
-) -> None:
+def test_a_first_signal_finishes_requests_and_refuses_new_ones(number: signal.Signals, before: Sequence[str]) -> None:
     with process(before=before) as server:
         stream = begin_stream(server)
         assert server.http.get("/ready").status_code == 200
@@ -246,9 +244,7 @@ def test_a_server_listens_at_every_address_of_its_host(two_addresses: tuple[str,
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "both"])
-def test_a_taken_port_is_an_error_that_names_it_at_a_second_address_too(
-    two_addresses: tuple[str, str], host: str
-) -> None:
+def test_a_taken_port_is_named_at_a_second_address_too(two_addresses: tuple[str, str], host: str) -> None:
     address = two_addresses[host == "both"]
     (taken,) = bind_sockets(address, 0)
     taken.listen()

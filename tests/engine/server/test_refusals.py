@@ -120,9 +120,7 @@ def test_a_request_that_cannot_be_served_names_its_field(
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), table(__file__, "calls", **NAMES))
-def test_tools_and_calls_that_cannot_be_served_name_their_field(
-    qwen: Running, fields: dict[str, Any], param: str, words: str
-) -> None:
+def test_bad_tools_and_calls_name_their_field(qwen: Running, fields: dict[str, Any], param: str, words: str) -> None:
     assert_refused(qwen, "/v1/chat/completions", {"messages": [MESSAGE], **fields}, param, words)
 
 
@@ -169,9 +167,7 @@ def test_millions_of_values_are_refused_without_building_them(
     refused(post(server, path, body), 400, next(iter(json.loads(body[:12].split(b":")[0] + b":0}"))))
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_untokenized(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app.service.tokenizer, "encode_batch", Mock(side_effect=AssertionError("tokenized")))
     message = refused(server.complete("x" * 200_000), 400, "prompt")
     assert "200000 characters" in message
@@ -351,9 +347,7 @@ def test_unknown_fields_are_ignored_and_named_in_a_header(server: Running, caplo
         assert server.post(path, {**body, "new_field": 1}).headers["x-penstock-ignored"] == "new_field", path
 
 
-def test_ignored_names_cannot_break_the_header_or_fill_the_log(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignored_names_break_no_header_and_fill_no_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("x" * 5000, "a\r\nset-cookie: b", "é\u2028", "", " ", ",", '"'):
         answer = server.complete(max_tokens=1, **{name: 1})
         assert answer.status_code == 200 and "set-cookie" not in answer.headers

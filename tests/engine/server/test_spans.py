@@ -146,9 +146,7 @@ def test_probes_and_pages_are_not_traced(collector: Collector) -> None:
     assert {span.name for span in collector.spans} == {f"text_completion {MODEL}", "queue", "prefill", "decode"}
 
 
-def test_the_sdks_environment_names_the_service_adds_headers_and_samples(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sdks_environment_variables_are_obeyed(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20token,x-tenant=7")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
@@ -174,9 +172,7 @@ def test_a_valid_traceparent_is_joined_and_another_begins_a_trace(headers: list[
     assert (trace.trace_id == TRACE) is joins
 
 
-def test_a_collector_that_fails_or_hangs_delays_no_request(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_or_hung_collector_delays_no_request(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_S", 0.05)
     collector.status = 500
     with tracing_to(collector) as server:

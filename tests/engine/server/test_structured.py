@@ -101,9 +101,7 @@ def test_log_probabilities_cover_every_token_of_a_constrained_answer(oracle: Run
     assert shown.startswith(answer["message"]["content"])
 
 
-def test_one_small_request_of_many_prompts_checks_its_fields_once(
-    oracle: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_of_many_prompts_checks_its_fields_once(oracle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of thousands of ids, checked and sorted for each of a thousand prompts, would hold the loop for seconds."""
     checked: list[SamplingParams] = []
     check = SamplingParams.check

@@ -125,9 +125,7 @@ def assert_text(text: str, expected: dict[str, list[str]]) -> None:
         if all(name in TABLE["options"][option] for option in case["options"])
     ],
 )
-def test_an_answer_is_read_and_a_request_is_held_to_its_options(
-    servers: dict[str, Running], title: str, name: str
-) -> None:
+def test_a_request_is_held_to_its_options_and_answered(servers: dict[str, Running], title: str, name: str) -> None:
     case, api = TABLE["cases"][title], APIS[name]
     server = servers[case["server"]]
     server.engine.reply = case["reply"]
@@ -213,9 +211,7 @@ def test_fields_of_other_servers_inside_a_request_are_ignored_and_named(qwen: Ru
         assert qwen.prompt == prompt
 
 
-def test_an_object_of_very_many_parts_is_refused_before_all_are_compared(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_parts_are_refused_before_all_are_compared(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.server.lenient.MAX_OBJECTS", 100)
     for number, status in ((49, 200), (101, 400)):
         parts = [{"type": "text", "text": "x", "colour": 1}] * number

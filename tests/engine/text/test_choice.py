@@ -44,9 +44,7 @@ def test_nothing_comes_after_the_end() -> None:
 
 
 @pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
-def test_the_token_that_ends_is_listed_but_is_text_only_on_request(
-    params: dict[str, Any], text: str, reason: int | None
-) -> None:
+def test_an_end_token_is_listed_and_text_on_request(params: dict[str, Any], text: str, reason: int | None) -> None:
     one = choice(**params)
     last = one.push(output("abc", "stop", stop_token=ord("c")))
     assert (last.text, last.token_ids[-1], last.stop_reason) == (text, ord("c"), reason)

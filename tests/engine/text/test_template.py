@@ -61,9 +61,7 @@ def test_a_conversation_renders_as_in_transformers(
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "gemma", "mistral"])
 @pytest.mark.parametrize("words", ["I am", "I am ", "  I am\n\n", "<think>\nso\n</think>\n\nI"])
-def test_an_unfinished_answer_is_continued_as_in_transformers(
-    transformers_render: Callable[..., str], family: str, words: str
-) -> None:
+def test_answers_continue_as_in_transformers(transformers_render: Callable[..., str], family: str, words: str) -> None:
     messages = [chat_samples.USER, {"role": "assistant", "content": words}]
     source = chat_samples.TEMPLATES[family]
     expected = transformers_render(source, messages, continue_final_message=True)

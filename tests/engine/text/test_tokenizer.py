@@ -29,9 +29,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("files", "ids"), cases(__file__, "ends of texts"))
-def test_the_ids_that_end_a_text_come_from_every_file_that_names_them(
-    tmp_path: Path, files: dict[str, Any], ids: set[Any]
-) -> None:
+def test_ids_that_end_a_text_come_from_every_file(tmp_path: Path, files: dict[str, Any], ids: set[Any]) -> None:
     assert load(samples.folder(tmp_path, samples.byte_level(), **files)).eos_ids == ids
 
 
@@ -107,9 +105,7 @@ def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_converts_other_formats_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = samples.byte_level()
     (tmp_path / "transformers.py").write_text("raise SystemExit('a file of the current directory')")
     monkeypatch.chdir(tmp_path)

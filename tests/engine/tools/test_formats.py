@@ -58,9 +58,7 @@ def test_the_end_of_the_prompt_says_where_the_answer_begins(prompt: str, is_open
 
 
 @pytest.mark.parametrize(("before", "begun", "is_open", "is_over"), cases(__file__, "begun messages"))
-def test_a_message_that_goes_on_is_read_from_its_beginning(
-    before: str, begun: str, is_open: bool, is_over: bool
-) -> None:
+def test_a_continued_message_is_read_from_its_beginning(before: str, begun: str, is_open: bool, is_over: bool) -> None:
     for marks in (thinking.THINK, thinking.IMPLIED):
         assert thinking.thinking_after(marks, before + begun, begun) == thinking.Thinking(marks, is_open, is_over)
 

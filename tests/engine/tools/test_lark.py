@@ -42,9 +42,7 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
 
 @SPECIAL
 @pytest.mark.parametrize(("answer", "right", "wrong"), cases(__file__, "forms", StructuredOutputs=StructuredOutputs))
-def test_a_form_holds_from_the_end_of_the_reasoning_on(
-    special: bool, answer: StructuredOutputs, right: str, wrong: str
-) -> None:
+def test_a_form_holds_behind_the_reasoning(special: bool, answer: StructuredOutputs, right: str, wrong: str) -> None:
     opened, may = Thinking(THINK, is_open=True), Thinking(THINK)
     for thinking, before in (
         (opened, "Hm.</think>"),

@@ -27,9 +27,7 @@ from tests.support.refusals import cases
 
 @pytest.mark.parametrize("ops", [OPS, InvariantOps(None)], ids=["default", "batch invariant"])
 @pytest.mark.parametrize("window", [None, 2])
-def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(
-    device: torch.device, window: int | None, ops: Ops
-) -> None:
+def test_rows_of_padding_get_zeros_and_read_nothing(device: torch.device, window: int | None, ops: Ops) -> None:
     cache = Cache([3, 0, 0], 1, 16, 4, torch.float32)  # whose block 0 is NaN
     rows = [(0, 1, 3), (1, 1, 0), (2, 1, 0)]
     moved = cache.to(device)

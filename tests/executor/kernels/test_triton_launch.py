@@ -55,9 +55,7 @@ def test_only_constants_dtypes_and_options_make_another_variant(x: torch.Tensor)
         ((0, 0, 3, 1.0, 64), "5 arguments"),  # constants go by name
     ],
 )
-def test_a_launch_that_would_be_another_variant_is_refused(
-    x: torch.Tensor, arguments: tuple[Any, ...], message: str
-) -> None:
+def test_a_launch_of_another_variant_is_refused(x: torch.Tensor, arguments: tuple[Any, ...], message: str) -> None:
     """The first two arguments are where the tensors begin in `x`."""
     first, second, *rest = arguments
     with pytest.raises(AssertionError, match=f"_scale: {message}"):
@@ -65,9 +63,7 @@ def test_a_launch_that_would_be_another_variant_is_refused(
 
 
 @pytest.mark.slow
-def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(request: pytest.FixtureRequest) -> None:
     """Eight launches of three variants reach an idle driver. The search is most of a launch's time on the host."""
     script = Path(__file__).parents[2] / "support/idle_gpu.py"
     environment = os.environ | {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}

@@ -58,9 +58,7 @@ def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None
 
 @pytest.mark.parametrize("counts", [[1], [70]])
 @pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
-def test_a_gate_that_is_no_number_makes_its_head_no_number(
-    device: torch.device, counts: list[int], erases: bool
-) -> None:
+def test_a_gate_of_nan_makes_its_whole_head_nan(device: torch.device, counts: list[int], erases: bool) -> None:
     """`tl.minimum` drops a NaN unless it is asked not to: the softplus of NaN would be 20 on a GPU."""
     layer = Layer.random(sum(counts), (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
     layer.inputs.gates[-1, -1] = float("nan")  # what softplus takes for the last token of the second head

@@ -14,9 +14,7 @@ from tests.support.twins import torch_ops
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ops", [OPS, InvariantOps(None)], ids=["any order", "fixed order"])
-def test_a_product_of_16_bits_rounds_nothing_but_its_float32_sums(
-    device: torch.device, dtype: torch.dtype, ops: Ops
-) -> None:
+def test_a_product_of_16_bits_rounds_only_its_float32_sums(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
     bias = random(40, seed=2).to(device)
     for rows in (1, few_rows.MAX_ROWS + 1):
         x, weight = (random(count, 300, dtype=dtype, seed=count).to(device) for count in (rows, 40))

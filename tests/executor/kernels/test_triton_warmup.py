@@ -183,9 +183,7 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("case", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3-moe"])
-def test_no_request_with_an_adapter_compiles_anything(
-    monkeypatch: pytest.MonkeyPatch, case: str, tmp_path: Path
-) -> None:
+def test_requests_with_adapters_compile_nothing(monkeypatch: pytest.MonkeyPatch, case: str, tmp_path: Path) -> None:
     """With adapters other kernels compute the products that are fused without them."""
 
     def add(*arguments: Any) -> None:
