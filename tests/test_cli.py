@@ -59,9 +59,7 @@ def test_the_version_and_the_commands_are_shown(run: Run) -> None:
     assert unknown.code == run("serv").code == 2
 
 
-def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_early_interrupt_ends_silently(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli.Command, "load", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setitem(sys.modules, "penstock_prove", Mock(USER_ERRORS=(), run=Mock(side_effect=KeyboardInterrupt)))
     monkeypatch.setattr(sys, "argv", ["penstock-prove"])
@@ -75,7 +73,7 @@ def test_every_command_has_help(command: str, run: Run) -> None:
     assert ended.code == 0 and f"usage: penstock {command}" in ended.out
 
 
-def test_the_help_of_serve_shows_common_options_and_all_if_it_is_asked_for_them(run: Run) -> None:
+def test_the_help_shows_common_options_and_all_on_request(run: Run) -> None:
     common, every = run("serve", "--help").out, run("serve", "--help=all").out
     shown = [{*re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)} for text in (common, every)]
     assert len(shown[0]) == len(serve.COMMON_FLAGS) and {*serve.COMMON_FLAGS} == shown[0] < shown[1]

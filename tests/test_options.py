@@ -148,9 +148,7 @@ def test_names_of_vllm_that_mean_options_of_the_server_set_them() -> None:
     assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"
 
 
-def test_an_ignored_option_is_named_once_by_the_command_and_in_python(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_ignored_option_is_named_once_by_the_command_and_in_python(capsys: pytest.CaptureFixture[str]) -> None:
     for name in IGNORED:
         flag = "--" + name.replace("_", "-")
         parser_of(serve).parse_args([flag, "some-value"] if name in WITH_VALUE else [flag])

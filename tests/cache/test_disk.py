@@ -181,7 +181,7 @@ def test_wrong_keys_and_buffers_are_named(tmp_path: Path) -> None:
             rig.tier.start_load(key_of("a"), bytes(CHUNK))
 
 
-def test_the_index_is_written_at_a_close_alone_and_the_order_of_use_outlives_it(tmp_path: Path) -> None:
+def test_the_order_of_use_is_written_at_a_close_alone(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         cells = rig.tier.stats()["slots"]
         rig.store(*range(cells))

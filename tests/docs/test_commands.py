@@ -84,9 +84,7 @@ def send(words: list[str], url: str) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_that_are_shown_are_valid(
-    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shown_commands_are_valid(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for language, code in BLOCK.findall(path.read_text()):
         for words in commands(code) if language in ("", "sh", "bash") else []:
             while words and "=" in (words[1] if words[0] == "export" else words[0]):

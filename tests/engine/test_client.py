@@ -140,9 +140,7 @@ async def test_only_a_core_beyond_a_deadline_is_killed_at_once() -> None:
             assert process._popen.returncode == code
 
 
-async def test_the_loop_serves_others_while_a_dead_core_slowly_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_loop_serves_others_while_a_dead_core_slowly_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
     def death(process: ChildProcess) -> str:

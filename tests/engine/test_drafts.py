@@ -122,7 +122,7 @@ def test_every_token_of_a_draft_has_its_log_probabilities() -> None:
     assert max(len(output.tokens) for output in world.outputs["a"]) == 5
 
 
-def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled() -> None:
+def test_a_stop_token_is_no_draft_and_ends_the_request() -> None:
     prompt = [7, 7, 7, 9, 7, 7, 7, 9, 7, 7, 7]
     world = World(max_in_flight=1, drafts=NGRAM)
     message = submit("a", prompt, max_tokens=40, sampling=Sampling(temperature=0.0, stop_ids=(9,), allowed_ids=(7, 9)))
@@ -221,9 +221,7 @@ def test_drafts_end_where_a_checkpoint_is_due_and_it_is_found() -> None:
 
 
 @pytest.mark.parametrize(("enforce_eager", "is_off"), [(False, True), (True, False)])
-def test_on_a_gpu_there_are_no_drafts_because_graphs_have_no_rows_for_them(
-    enforce_eager: bool, is_off: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_states_have_no_drafts_in_graphs(enforce_eager: bool, is_off: bool, caplog: pytest.LogCaptureFixture) -> None:
     rig = CoreRig(groups=GROUPS, drafts=NGRAM, options={"device": "cuda", "enforce_eager": enforce_eager})
     rig.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
     rig.run()

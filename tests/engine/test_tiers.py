@@ -80,7 +80,7 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
     assert [world.num_cached(name) for name in "abc"] == [19, 19, 19]
 
 
-def test_restores_of_one_step_are_bounded_and_the_request_starts_after_the_last() -> None:
+def test_a_request_starts_after_its_last_bounded_restore() -> None:
     world = World(num_blocks=17, num_host_blocks=100, max_in_flight=1)
     world.cached("cold", PROMPT)
     world.churn()

@@ -146,9 +146,7 @@ def test_files_that_are_no_adapter_are_refused(
     check_refused(loaded, path, words)
 
 
-def test_a_path_that_the_system_refuses_is_refused_by_name(
-    loaded: UniprocExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_refused_path_is_named(loaded: UniprocExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="/xxx.*: File name too long"):
         loaded.load_adapter("/tmp/" + "x" * 300)
     with pytest.raises(AdapterError, match="null byte"):

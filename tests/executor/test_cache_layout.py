@@ -26,9 +26,7 @@ LAYERS = {"FULL": FULL, "SLIDING": SLIDING, "WIDER": WIDER, "every": every}
 
 
 @pytest.mark.parametrize(("layers", "longest", "depth", "groups"), cases(__file__, "layers", **LAYERS))
-def test_layers_that_keep_the_same_share_pages(
-    layers: list[LayerCache], longest: int, depth: int, groups: list[int]
-) -> None:
+def test_layers_of_one_kind_share_pages(layers: list[LayerCache], longest: int, depth: int, groups: list[int]) -> None:
     layout = plan_layout(layers, longest, layer_bytes=64)
     assert layout.depth == depth and [group.window for group in layout.groups] == groups
     assert len(set(layout.places)) == len(layers), "no two layers lie at the same place"

@@ -138,9 +138,7 @@ def test_scales_may_be_stored_in_sixteen_bits_and_are_part_of_the_fingerprint(mo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dummy_weights_are_of_the_same_kind(
-    case: str, monkeypatch: pytest.MonkeyPatch, recorded: list[torch.Tensor]
-) -> None:
+def test_dummy_weights_are_alike(case: str, monkeypatch: pytest.MonkeyPatch, recorded: list[torch.Tensor]) -> None:
     in_eight_bits(monkeypatch)
     stored = executor_of(folders(case)[0]).info.memory
     assert executor_of(folders(case)[0], load_format="dummy").info.memory == stored

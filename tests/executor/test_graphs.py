@@ -112,9 +112,7 @@ DEVICES = ["pretended", pytest.param("cuda", marks=pytest.mark.gpu)]
     "case",
     hardest(["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"], "gemma3", "qwen3-moe", "deepseek-v2-lite"),
 )
-def test_a_model_gives_the_tokens_of_transformers_with_graphs_and_without(
-    monkeypatch: pytest.MonkeyPatch, case: str, is_eager: bool, device: str
-) -> None:
+def test_graphs_change_no_token(monkeypatch: pytest.MonkeyPatch, case: str, is_eager: bool, device: str) -> None:
     """Three rows in a bucket of four; prompts come in chunks, without a graph. Inputs are made on the device."""
     recorder = Recorder()
     if device == "cuda":

@@ -31,9 +31,7 @@ def written(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path,
 
 @pytest.mark.usefixtures("affinity")
 @pytest.mark.parametrize(("membership", "files", "cores"), cases(__file__, "cpu quotas"))
-def test_a_cpu_quota_counts_like_missing_cores(
-    tmp_path: Path, membership: str, files: dict[str, str], cores: int
-) -> None:
+def test_a_cpu_quota_is_like_missing_cores(tmp_path: Path, membership: str, files: dict[str, str], cores: int) -> None:
     assert usable_cores(*written(tmp_path, membership, files)) == cores
 
 

@@ -27,7 +27,7 @@ from tests.support.stored_models import OUTER, stored, text_of_images
 STATES = ("granite4-mamba", "qwen3-next", "lfm2")
 
 
-def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less() -> None:
+def test_latents_are_expanded_where_that_computes_less() -> None:
     lite = LatentSpec(kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
     assert [lite.is_expanded(count) for count in (1, 170, 171, 8192)] == [False, False, True, True]
     narrow = LatentSpec(kv_rank=64, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
@@ -97,9 +97,7 @@ def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
 
 
 @pytest.mark.parametrize("is_repacked", [True, False])
-def test_what_is_loaded_does_not_change_with_its_file(
-    is_repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_changes_no_weights(is_repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An embedding that is the head too may be repacked from the mapped file, but never stays there."""
     if not is_repacked:
         monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)

@@ -105,9 +105,7 @@ def test_experts_arrive_beside_and_move_between_steps(gpu: PretendedGpu, open_re
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams
 
 
-def test_a_plan_that_changes_only_shares_of_copies_counts_apart(
-    open_rebalancer: Callable[..., Any],
-) -> None:
+def test_a_plan_that_changes_only_shares_of_copies_counts_apart(open_rebalancer: Callable[..., Any]) -> None:
     rebalancer, layers = open_rebalancer([0, 1, 2, 3, 1, 0], Other(), max_moves=0)
     for load in ([9, 1, 1, 5], [1, 1, 9, 1]):
         for _ in range(20):

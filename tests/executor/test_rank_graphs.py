@@ -104,9 +104,7 @@ def test_two_ranks_give_the_tokens_of_transformers_from_graphs(
     assert replays[0] == replays[1] and sum(replays[0]) >= 10
 
 
-def test_work_of_the_first_rank_leaves_all_in_step(
-    open_ranks: Callable[..., tuple[Threads, list[Recorder]]],
-) -> None:
+def test_work_of_the_first_rank_leaves_all_in_step(open_ranks: Callable[..., tuple[Threads, list[Recorder]]]) -> None:
     """Draws, and beside them edits, log-probabilities and masks, for which only the first half is a graph."""
     samplings = [
         Sampling(temperature=0.8, seed=5, top_k=20),

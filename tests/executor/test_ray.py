@@ -171,9 +171,7 @@ def late_way_to(address: str, delay_s: float) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("url", "token", "is_refused"), table(__file__, "dashboards"))
-def test_a_dashboard_that_takes_jobs_from_the_network_is_refused(
-    url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_open_dashboard_is_refused(url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.executor.ranks.ray_executor import is_open
 
     monkeypatch.setenv("RAY_AUTH_MODE", token)

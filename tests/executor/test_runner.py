@@ -88,9 +88,7 @@ def drafts_of(expected: list[int], first: int, rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.3, seed=77, top_k=50)])
 @pytest.mark.parametrize("is_device", [False, True])
-def test_rows_with_drafts_sample_what_rows_without_them_do(
-    is_device: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_change_no_sampled_token(is_device: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right and wrong drafts, beside a request without any; stale blocks hold nothing that a sum would survive."""
     if is_device:
         monkeypatch.setattr(runner_factory, "open_inputs", on_device)

@@ -49,7 +49,7 @@ def test_a_question_is_answered_with_its_counts_and_once_more_on_demand(browser:
         assert page.locator("#talk li").count() == 0 and page.is_visible("#empty")
 
 
-def test_the_stop_button_and_the_escape_key_end_the_answer_and_its_computation(browser: Any, slow: Running) -> None:
+def test_the_stop_button_and_escape_end_the_computation(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         for num_stopped, way in enumerate(("button", "key"), 1):
             page.say("abc")
@@ -155,7 +155,7 @@ def test_the_live_view_shows_the_figures_of_the_engine(browser: Any) -> None:
         assert page.locator(".tile").all_inner_texts()[4].split("\n") == ["Prefix hits", "75%"]
 
 
-def test_a_server_without_response_is_reported_and_its_models_are_listed_again(browser: Any) -> None:
+def test_a_silent_server_is_reported_and_its_models_come_back(browser: Any) -> None:
     with visit(browser, "about:blank", may_complain=True) as page:
         with running() as server:
             page.goto(server.url)

@@ -148,7 +148,7 @@ def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_remo
             assert router.view(url)["events"] is None
 
 
-def test_an_engine_that_is_connected_to_again_and_again_costs_no_file_descriptor() -> None:
+def test_connections_made_again_and_again_leave_no_file_open() -> None:
     async def connect(engine: StandIn) -> list[int]:
         context = zmq.asyncio.Context()
         source, opened = EngineSource(context, Backend.of(engine.backend), bytes(32), 16), []

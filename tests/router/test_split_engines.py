@@ -53,9 +53,7 @@ def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tokens_are_those_of_one_engine_though_two_compute_them(
-    fleet: tuple[Running, Running, RunningRouter],
-) -> None:
+def test_tokens_are_those_of_one_engine_though_two_compute_them(fleet: tuple[Running, Running, RunningRouter]) -> None:
     _, _, router = fleet
     rng = random.Random(1)
     with running(peer()) as single:

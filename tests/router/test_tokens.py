@@ -49,9 +49,7 @@ def _text(rng: random.Random, specials: list[str]) -> str:
     )
 
 
-def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(
-    smollm: tuple[Tokenizer, ChatTemplate | None],
-) -> None:
+def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     tokenizer, _ = smollm
     cache = SegmentCache(tokenizer)
     assert cache.is_exact

@@ -29,9 +29,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return llm
 
 
-def test_throughput_counts_prompts_and_all_answers(
-    opened: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_throughput_counts_all_tokens(opened: MagicMock, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     lengths = ("--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
     assert main(["bench", "throughput", *lengths, "--model=m", "--dtype=float32", "--output-json", str(path)]) == 0

@@ -39,7 +39,7 @@ def test_an_end_that_the_grammar_allows_ends_even_if_ends_are_ignored() -> None:
     assert ("stop", EOS) in ends
 
 
-def test_min_tokens_holds_an_end_back_while_the_grammar_can_go_on_and_no_longer() -> None:
+def test_min_tokens_holds_an_end_back_until_a_grammar_ends() -> None:
     sampling = Sampling(temperature=0.0, stop_ids=(EOS,), min_tokens=8)
     world = Core()
     world.submit(submit("a", [1, 2], StructuredOutputs(regex="[ab]+"), 30, sampling=sampling))

@@ -58,9 +58,7 @@ def test_many_log_probabilities_of_a_stream_are_formatted_in_a_thread(
     ],
     ids=["a part", "a call"],
 )
-def test_a_long_chat_is_rendered_in_a_thread(
-    server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
-) -> None:
+def test_threads_render_long_chats(server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]) -> None:
     calls = calls_in_loop(server, monkeypatch, prompts, "chat_prompt")
     for messages in ([*HI, message], HI):
         server.post("/tokenize", {"messages": messages})
@@ -120,9 +118,7 @@ def with_tool(name: str) -> dict[str, Any]:
     return {"messages": HI, "tools": [{"type": "function", "function": {"name": name}}]}
 
 
-def test_other_requests_are_answered_while_a_grammar_is_validated(
-    qwen: Running, validation: tuple[threading.Event, threading.Event]
-) -> None:
+def test_no_request_waits_for_a_validation(qwen: Running, validation: tuple[threading.Event, threading.Event]) -> None:
     has_begun, go_on = validation
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(httpx.post, f"{qwen.url}/v1/chat/completions", json=with_tool("slow"), timeout=60)

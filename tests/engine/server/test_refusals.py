@@ -113,9 +113,7 @@ def requests() -> Iterator[tuple[str, dict[str, Any], str, str]]:
 
 
 @pytest.mark.parametrize(("path", "body", "param", "words"), [*requests()])
-def test_a_request_that_cannot_be_served_names_its_field(
-    server: Running, path: str, body: dict[str, Any], param: str, words: str
-) -> None:
+def test_a_refusal_names_the_field(server: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
     assert_refused(server, path, body, param, words)
 
 
@@ -160,9 +158,7 @@ def test_json_must_be_called_json(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), cases(__file__, "millions", pytest=pytest))
-def test_millions_of_values_are_refused_without_building_them(
-    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
-) -> None:
+def test_no_million_values_are_built(server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes) -> None:
     monkeypatch.setattr(prompts, "decode", Mock(side_effect=AssertionError("decoded")))
     refused(post(server, path, body), 400, next(iter(json.loads(body[:12].split(b":")[0] + b":0}"))))
 

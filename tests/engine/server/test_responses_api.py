@@ -222,9 +222,7 @@ def test_a_request_of_codex_is_answered_and_names_the_tools_left_out(qwen: Runni
 
 @pytest.mark.parametrize("cut", [{"max_output_tokens": 55}, {"stop_token_ids": [ord("U")]}])
 @pytest.mark.parametrize(("tool", "field"), [(TOOL, "city"), (PATCH, "input")])
-def test_a_conversation_goes_on_after_a_call_that_was_cut_off(
-    qwen: Running, cut: dict[str, Any], tool: dict[str, Any], field: str
-) -> None:
+def test_a_cut_call_ends_no_conversation(qwen: Running, cut: dict[str, Any], tool: dict[str, Any], field: str) -> None:
     qwen.engine.reply = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {{"{field}": "Ulm"}}}}\n</tool_call>'
     asked = {"model": MODEL, "input": "Ulm?", "tools": [tool]}
     first = qwen.post("/v1/responses", {**asked, "tool_choice": "required", **cut}).json()

@@ -35,9 +35,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     ("fields", "outputs"),
     cases(__file__, "grammars", StructuredOutputs=StructuredOutputs, FORMAT=FORMAT, SCHEMA=SCHEMA),
 )
-def test_both_routes_give_the_engine_the_form_and_its_grammar(
-    server: Running, fields: dict[str, Any], outputs: StructuredOutputs
-) -> None:
+def test_both_routes_pass_on_the_grammar(server: Running, fields: dict[str, Any], outputs: StructuredOutputs) -> None:
     for send in (server.complete, server.chat):
         assert send(max_tokens=2, **fields).status_code == 200
         _, params, options = server.engine.submitted[-1]

@@ -228,9 +228,7 @@ MISTAKES += [("", name, *row) for name in ("responses", "messages") for row in R
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda row: " ".join((*row[:2], row[3])))
-def test_an_error_names_the_field_as_the_client_wrote_it(
-    servers: dict[str, Running], mistake: tuple[Any, ...], stream: bool
-) -> None:
+def test_an_error_names_the_clients_field(servers: dict[str, Running], mistake: tuple[Any, ...], stream: bool) -> None:
     title, name, fields, param, *words = mistake
     server = servers["qwen" if title else "plain"]
     answer = APIS[name].ask(server, **fields, **(APIS[name].stream if stream else {}))

@@ -181,9 +181,7 @@ def test_the_operator_s_variables_hold_unless_a_request_sets_them(tmp_path: Path
 
 
 @pytest.mark.parametrize(("defaults", "source", "words"), table(__file__, "defaults"))
-def test_a_variable_that_can_have_no_default_is_refused(
-    tmp_path: Path, defaults: dict[str, Any], source: str | None, words: str
-) -> None:
+def test_a_bad_default_is_refused(tmp_path: Path, defaults: dict[str, Any], source: str | None, words: str) -> None:
     tokenizer = model(tmp_path, tokenizer_config={"bos_token": "<s>"})
     with pytest.raises(ModelError, match=f"^default_chat_template_kwargs: {words}"):
         load_template(tokenizer, source, defaults)

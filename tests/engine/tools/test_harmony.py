@@ -84,9 +84,7 @@ def test_arguments_stream_where_a_grammar_holds_the_model() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "text", "expected"), cases(__file__, "begun by the prompt"))
-def test_a_message_that_the_prompt_has_begun_goes_on(
-    prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]
-) -> None:
+def test_a_begun_message_goes_on(prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]) -> None:
     assert read(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
 
 

@@ -100,9 +100,7 @@ def open_kernels(kind: str, dtype: torch.dtype) -> tuple[Kernels, torch.device]:
 
 
 @every_line("operations of C and of Triton", "operations of C", "operations of Triton")
-def test_an_operation_equals_the_twin(
-    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, line: Line
-) -> None:
+def test_operations_equal_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, line: Line) -> None:
     if HAS_TRITON:
         # Codes of 600 rows are dequantized in four pieces, the last of which has few columns.
         monkeypatch.setattr("penstock.executor.kernels.cuda.linear_products.PIECE_BYTES", 64 * 384 * 4)

@@ -76,9 +76,7 @@ def test_cublas_gets_many_tokens_and_whole_blocks_where_it_has_such_products(mon
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(65, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
-def test_many_tokens_go_through_cublas(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
-) -> None:
+def test_many_tokens_take_cublas(monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
     assert linear_products.is_cublas(rows, 256)

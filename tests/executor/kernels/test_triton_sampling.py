@@ -92,9 +92,7 @@ KEPT = [(1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)]
 
 
 @matrix("kept, shape", KEPT, ("flat", "tied", "steep"), hardest=[(KEPT[0], "steep"), (KEPT[2], "tied")])
-def test_thresholds_below_what_the_parts_list_are_found_in_the_row(
-    device: torch.device, kept: tuple[float, float, int, float], shape: str
-) -> None:
+def test_low_thresholds_are_found_too(device: torch.device, kept: tuple[float, float, int, float], shape: str) -> None:
     """Flat rows, whose nuclei are most of the vocabulary, more equal logits than a list takes, and steep rows, of whose
     nuclei the lists hold the larger part."""
     rows, vocab = 2, 2 * sampling.PART.value
