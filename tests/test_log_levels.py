@@ -1,13 +1,16 @@
 """Levels of the log by room: wrong ones are refused by name, and child processes inherit them."""
 
+import logging
 import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from penstock.cli import main
+from penstock import cli
 from penstock.executor.logs import LOG_VARIABLE, log_levels
+from penstock.executor.process_life import begin, send
 from tests.support.refusals import table
 
 PARENT = """
@@ -15,13 +18,32 @@ import sys
 import msgspec
 from penstock.executor.logs import log_to_stderr
 from penstock.executor.process_life import start_child
-from tests.support.says_levels import Levels, Nothing, levels
+from tests.test_log_levels import Levels, Nothing, levels
 log_to_stderr(sys.argv[1] or None)
-child = start_child("tests.support.says_levels", "a child", Nothing())
+child = start_child("tests.test_log_levels", "a child", Nothing())
 heard = msgspec.msgpack.decode(child.channel.recv_bytes(), type=Levels)
 child.kill()
 print(msgspec.json.encode([levels(), heard]).decode())
 """
+
+
+class Nothing(msgspec.Struct):
+    pass
+
+
+class Levels(msgspec.Struct):
+    levels: dict[str, int]
+
+
+def levels() -> Levels:
+    names = ("", "penstock", "penstock.router", "penstock.cache")
+    return Levels({name: logging.getLogger(name).getEffectiveLevel() for name in names})
+
+
+def main() -> None:
+    """Report this process's levels, as a child process."""
+    _, channel = begin(Nothing)
+    send(channel, levels())
 
 
 HOSTILE = """
@@ -74,10 +96,10 @@ def test_a_command_refuses_it_before_anything_starts(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([command, "--log-level", "router=loud"])
+        cli.main([command, "--log-level", "router=loud"])
     assert "--log-level: log_level: 'loud' is not a level" in capsys.readouterr().err
     monkeypatch.setenv(LOG_VARIABLE, "kitchen=info")
-    assert main([command]) == 2
+    assert cli.main([command]) == 2
     assert "log_level: 'kitchen' is not a folder" in capsys.readouterr().err
 
 
