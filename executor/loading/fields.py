@@ -4,9 +4,11 @@ Every getter raises an ExecutorError with the field, the value and the limit for
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.regular_files import read_regular
@@ -113,9 +115,9 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._values)
 
-    def pass_over(self, names: str) -> None:
-        """Allow these fields, separated by blanks, without reading them: they do not affect the computation."""
-        self._passed.update(names.split())
+    def pass_over(self, *names: str) -> None:
+        """Allow these fields without reading them: they do not affect the computation."""
+        self._passed.update(names)
 
     def unread(self, *names: str) -> list[str]:
         """Return those of the names that were neither read nor passed over."""
@@ -140,14 +142,11 @@ class Fields:
         if value not in allowed:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
 
-    def fixed(self, **values: object) -> None:
-        """Raise ExecutorError for a field that has another value than the given one; absent fields are allowed."""
-        self.check({name: (value,) for name, value in values.items()})
-
-    def check(self, allowed: Mapping[str, Sequence[object]]) -> None:
-        """Raise ExecutorError unless each field has one of its allowed values; the first counts for an absent field."""
+    def check(self, allowed: Mapping[str, Sequence[object]], required: Collection[str] = ()) -> None:
+        """Raise ExecutorError for a field with another value than the allowed ones. If the field is absent, the first one
+        counts, unless it is required."""
         for name, values in allowed.items():
-            self.only(name, *values, default=values[0])
+            self.only(name, *values, default=None if name in required else values[0])
 
     def no_others(self, expected: str = "") -> None:
         """Raise ExecutorError if a field has a value and was neither read nor passed over."""
@@ -171,6 +170,24 @@ class Fields:
         if default is MISSING:
             raise self.error(name, MISSING, "a value")
         return default
+
+
+class FieldRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of field_rules.json: the supported values of a config's fields, by what the config describes."""
+
+    allowed: dict[str, tuple[Any, ...]]  # the first value counts for an absent field
+    required: tuple[str, ...] = ()  # fields that must have one of their values
+    lists: tuple[str, ...] = ()  # fields with a list of strings, which the tensors show too
+    without_effect: tuple[str, ...] = ()  # on the computation
+
+    def check(self, fields: Fields) -> None:
+        fields.check(self.allowed, self.required)
+        for name in self.lists:
+            fields.texts(name)
+        fields.pass_over(*self.without_effect)
+
+
+RULES = msgspec.json.decode(Path(__file__).with_name("field_rules.json").read_bytes(), type=dict[str, FieldRules])
 
 
 def _is_positive(value: object) -> bool:

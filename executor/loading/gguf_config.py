@@ -284,7 +284,7 @@ def _refuse_unread(keys: Fields, config: Config) -> None:
         window, context = keys.integer(key, 0, low=0), config["max_position_embeddings"]
         if 0 < window < context:
             raise keys.error(key, window, f"at least the context {context}")
-    keys.pass_over(" ".join(TABLES.without_effect))
+    keys.pass_over(*TABLES.without_effect)
     keys.no_others("no such key")
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.loading.fields import Fields, read_json
+from penstock.executor.loading.fields import RULES, Fields, read_json
 from penstock.executor.loading.safetensors_folder import open_safetensors
 from penstock.executor.protocol import ExecutorError
 
@@ -22,19 +22,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _DTYPES = ("F32", "BF16", "F16")
 _ANYWHERE = r".*\."  # the prefix of PEFT's own patterns; the rest is the suffix of a module's name
-# LoRA variants that compute something else; a supported adapter has them off or absent.
-_OFF = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
-    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
-    "target_parameters",  # a stack of experts as one parameter
-)
-# The supported initializations; all others also change the base weights.
-_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
-_BESIDE = (
-    "task_type base_model_name_or_path revision inference_mode auto_mapping target_modules exclude_modules "
-    "layers_to_transform layers_pattern lora_dropout megatron_config megatron_core loftq_config eva_config corda_config "
-    "runtime_config qalora_group_size ensure_weight_tying lora_ga_config peft_version"
-)
 
 
 class PeftFolder:
@@ -169,13 +156,8 @@ class _AdapterConfig(NamedTuple):
 
 
 def _read_config(fields: Fields) -> _AdapterConfig:
-    fields.only("peft_type", "LORA")
-    for name in _OFF:
-        fields.only(name, None, False, [], {})
-    fields.only("bias", "none", default="none")
-    fields.only("init_lora_weights", *_INITIALIZATIONS, default=True)
+    RULES["peft"].check(fields)  # LoRA variants and initializations that compute something else are not allowed
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
-    fields.pass_over(_BESIDE)
     config = _AdapterConfig(
         fields.integer("r"),
         fields.number("lora_alpha"),
