@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from penstock.engine.messages import Stats
-from tests.support.default_model import default_model
+from penstock.engine.text.model_text import load_text
+from tests.support.default_file import default_file
 from tests.support.fake_engine import FakeEngine
 from tests.support.page_browser import MARKS, streamed, visit
-from tests.support.running_server import Running, running, until
+from tests.support.running_server import Running, engine_of, running, until
 
 pytestmark = MARKS
 ENDLESS = """void (window.fetch = async (path, { signal }) => {
@@ -25,7 +26,12 @@ HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>
 
 @pytest.fixture(params=["fake", pytest.param("default", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> Iterator[Running]:
-    with default_model() if request.param == "default" else running() as server:
+    """Start a server over the fake engine, or over the default model, where it is installed."""
+    settings: tuple[Any, ...] = ()
+    if request.param == "default":
+        path, (tokenizer, template) = default_file(), load_text(None)
+        settings = engine_of(path, tokenizer, kv_cache_bytes=2**27, max_model_len=1024), tokenizer, template
+    with running(*settings) as server:
         yield server
 
 

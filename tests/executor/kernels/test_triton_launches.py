@@ -5,14 +5,19 @@ Counted as what a third layer adds to two. A graph replays exactly these.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from benchmarks.gpu import cases
 from benchmarks.gpu.batches import make_batch
 from benchmarks.gpu.shapes import config_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels.cuda import few_rows, linear_products
 from penstock.executor.kernels.cuda.ops import OPS
@@ -20,7 +25,6 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with
 from tests.support.kernel_cases import triton_kernels
-from tests.support.launch_counts import launches
 from tests.support.refusals import hardest_rows
 
 LARGE = {"PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
@@ -29,6 +33,51 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
 ]
 LONGEST = 512
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """Collect the names of all kernels and operations that a GPU would run, in order: views and allocations launch nothing."""
+    mode = _Launches()
+
+    def run(kernel: InterpretedFunction, *arguments: Any, **options: Any) -> None:
+        """Kernels are not interpreted, which takes minutes: what they would write decides no launch."""
+        mode.names.append(kernel.fn.__name__)
+
+    with mock.patch.object(InterpretedFunction, "run", run), mode:
+        yield mode.names
+
+
+class _Launches(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # what `reshape` or `linear` is made of shows whether it copies
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        if _computes(func, args, kwargs, out):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+def _computes(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    if func._schema.is_mutable:
+        return True
+    if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+        return False
+    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, tuple(kwargs.values())))}
+    return any(tensor.untyped_storage().data_ptr() not in given for tensor in _tensors(out) if tensor.numel())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
 
 
 @pytest.mark.parametrize(("name", "options", "most"), hardest_rows(CASES, CASES[-1:]))
