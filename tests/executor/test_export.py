@@ -1,9 +1,6 @@
 """An exported model loads in transformers and computes the same, without anything of ours."""
 
-import errno
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +76,3 @@ def test_codes_of_gpt_oss_and_folders_that_cannot_be_used_are_refused(tmp_path: 
     for name in ("mxfp4/gpt-oss", "gguf/gpt-oss"):
         with pytest.raises(ExecutorError, match="'gpt_oss' stored as codes found; the export does not dequantize"):
             export(open_checkpoint(stored(name)[0]), tmp_path / "gpt-oss")
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_others_may_read_an_export_if_the_umask_lets_them(umask: int, mode: int, tmp_path: Path) -> None:
-    checkpoint, before = GgufCheckpoint(small_file(tmp_path / "model.gguf")), os.umask(umask)
-    try:
-        export(checkpoint, tmp_path / "out", shard_bytes=100_000)
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
-    assert len(modes) > 3 and modes == dict.fromkeys(modes, mode)
-
-
-def test_the_config_of_an_export_comes_last(tmp_path: Path) -> None:
-    """A folder without a config passes for no model."""
-    checkpoint, out = GgufCheckpoint(small_file(tmp_path / "model.gguf")), tmp_path / "out"
-
-    def fail(folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(ExecutorError, match="the export could not be written: .*No space left"):
-        export(checkpoint, out, beside=fail)
-    assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
