@@ -107,18 +107,21 @@ def test_children_do_not_import_files_of_the_current_directory(tmp_path: Path, m
     subprocess.run([*DIE_WITH, str(os.getpid()), *PENSTOCK, "--version"], check=True)
 
 
-@pytest.mark.parametrize("is_main", [True, False], ids=["main thread", "another thread"])
-def test_a_child_that_is_still_imported_dies_with_its_parent(is_main: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["a child", "a child of another thread", "a command"])
+def test_a_child_that_is_still_imported_dies_with_its_parent(kind: str, tmp_path: Path) -> None:
     """Only the main thread lives as long as its process, so the kernel's tie does not serve for another one."""
     (tmp_path / "slow.py").write_text(SLOW_IMPORT)
     start = 'start_child("slow", "the child", msgspec.defstruct("Start", [])())'
+    if kind == "a command":
+        start = f"subprocess.Popen([*DIE_WITH, str(os.getpid()), sys.executable, {str(tmp_path / 'slow.py')!r}])"
     script = tmp_path / "parent.py"
     script.write_text(
-        "import threading, time\n"
+        "import os, subprocess, sys, threading, time\n"
         "import msgspec\n"
         "from penstock.executor.process_life import start_child\n"
+        "from penstock.prove.own.server import DIE_WITH\n"
         f"work = lambda: ({start}, time.sleep(600))\n"
-        f"{'work()' if is_main else 'threading.Thread(target=work).start()'}\n"
+        f"{'threading.Thread(target=work).start()' if 'thread' in kind else 'work()'}\n"
     )
     parent = Program(script, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     pid = int(parent.line("importing").split()[1])
