@@ -165,6 +165,7 @@ def spec_of(fields: Fields, family: ModelFamily, layers: tuple[LayerSpec, ...], 
 
 def experts_of(fields: Fields, plan: ExpertPlan, **values: Any) -> MoeSpec:
     """Return the experts by the family's entry, except for the given values of MoeSpec."""
+    fields.check(plan.allowed)
     moe = MoeSpec(**values_of(fields, MoeSpec, plan.values) | values)
     if not plan.num_shared:
         return moe

@@ -35,6 +35,7 @@ class ExpertPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The experts of a family, and the fields that tell which layers have them; without these, all have."""
 
     values: Values  # of MoeSpec
+    allowed: dict[str, tuple[Any, ...]] = {}  # as those of the family, for models that have experts
     num_shared: str = ""  # the field with the number of shared experts, each as large as the others
     first: str = ""  # the field with the index of the first layer with experts
     every: str = ""  # the field with a number of layers, of which the last has experts

@@ -60,16 +60,14 @@ def granite_hybrid(fields: Fields, family: ModelFamily) -> DecoderSpec:
     layers = spec.layers
     if fields.text("position_embedding_type", "nope") == "nope":
         layers = tuple(unrotated(layer) for layer in layers)
-    if not any(names[kind] for kind in kinds):
+    have_mamba = [names[kind] for kind in kinds]
+    if not any(have_mamba):
         return replace(spec, layers=layers)
     mamba = _granite_mamba(fields, family)
-    return replace(
-        spec,
-        layers=tuple(
-            replace(layer, recurrent=mamba) if names[kind] else layer for layer, kind in zip(layers, kinds, strict=True)
-        ),
-        arrangement=replace(spec.arrangement, joined=(*spec.arrangement.joined, *_joined_in_mamba(mamba))),
-    )
+    pairs = zip(layers, have_mamba, strict=True)
+    layers = tuple(replace(layer, recurrent=mamba) if has_mamba else layer for layer, has_mamba in pairs)
+    joined = (*spec.arrangement.joined, *_joined_in_mamba(mamba))
+    return replace(spec, layers=layers, arrangement=replace(spec.arrangement, joined=joined))
 
 
 def _joined_in_mamba(mamba: MambaSpec) -> tuple[Joined, Joined]:
