@@ -180,6 +180,21 @@ def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered
     assert num_answered > 40 or server.num_silent != 1
 
 
+def test_an_answer_of_which_no_byte_comes_for_a_while_counts_as_hung() -> None:
+    class Mute(ReferenceServer):
+        async def answer(self, *_: Any) -> None:
+            await asyncio.sleep(3600)
+
+    async def inside() -> AskResult:
+        async with Mute() as url, asyncio.timeout(60):
+            asker = Asker(url, {}, 0.05)
+            with contextlib.closing(asker.client):
+                return await asker.ask({"prompt": "a"})
+
+    answer = asyncio.run(inside())
+    assert answer.is_hung and not answer.has_left and not answer.is_done
+
+
 def test_too_little_time_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may be so busy that no question is answered alone in its share of the time."""
 
