@@ -18,9 +18,9 @@ from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.weights import Matrix, Weights
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from tests.support import eight_bits
-from tests.support.checkpoints import compute_codes_as_a_gpu, copied, edit_config, executor_of
+from tests.support.checkpoints import compute_codes_as_a_gpu, copied, edit_config, edit_weights, executor_of
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.packed_models import CASES, WEIGHTS, folders, quantize
 from tests.support.paged import random
@@ -157,6 +157,13 @@ def test_several_schemes_in_one_file_go_by_the_tensors_shapes(tmp_path: Path) ->
     config = json.loads((path / "config.json").read_text())
     edit_config(path, quantization_config=config["quantization_config"] | {"config_groups": groups})
     assert isinstance(open_checkpoint(path).read("model.layers.0.mlp.up_proj.weight"), Weight)
+
+
+def test_a_size_of_groups_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
+    path, name = copied(folders("gptq")[0], tmp_path / "model"), "model.layers.0.mlp.up_proj"
+    edit_weights(path, {f"{name}.qweight": torch.zeros(96 // 8, 256, dtype=torch.int32)})
+    with pytest.raises(ExecutorError, match=f"group_size: 64 found; a divisor of 96, the inputs of '{name}', is"):
+        open_checkpoint(path).read(f"{name}.weight")
 
 
 def test_an_old_quantize_config_beside_config_json_is_read(tmp_path: Path) -> None:
