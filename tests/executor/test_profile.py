@@ -230,13 +230,19 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
         patch.setattr(torch, "zeros", full)
         with pytest.raises(ExecutorError, match="for the KV cache: lower kv_cache_bytes or gpu_memory_utilization"):
             allocate_kv(2, 1, 2, 16, 8, torch.float32, torch.device("cuda", 0))
-    executor = UniprocExecutor(ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**18))
+    config = ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**18)
+    with monkeypatch.context() as patch:
+        pretend_a_gpu(patch, Recorder)
+        patch.setattr("penstock.executor.models.decoder.Decoder.forward", full)
+        with pytest.raises(ExecutorError, match="for a step of 8192 tokens: lower max_num_batched_tokens or"):
+            UniprocExecutor(config)
+    executor = UniprocExecutor(config)
     monkeypatch.setattr(executor._runner._inputs, "flush", full)
     with pytest.raises(ExecutorError, match="for a step: lower .*max_num_batched_tokens or max_num_seqs"):
         executor.submit(Step(1, [], []))
     monkeypatch.setattr(rank_builder, "load_model", full)
     with pytest.raises(ExecutorError, match="for the weights: .*tensor_parallel_size"):
-        UniprocExecutor(ExecutorConfig(model=str(folder("qwen3"))))
+        UniprocExecutor(config)
 
 
 def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
