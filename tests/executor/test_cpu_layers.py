@@ -47,3 +47,9 @@ def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, recorded: list
     steps = len(recorded) // 2
     assert steps > 10 and len(recorded) == 2 * steps
     assert all(torch.equal(one, many) for one, many in zip(recorded[:steps], recorded[steps:], strict=True))
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite", "qwen3-next", "granite4-mamba-groups", "lfm2"])
+def test_what_that_call_does_not_have_goes_layer_by_layer(case: str) -> None:
+    model = executor_of(case)._rank.loaded.model
+    assert isinstance(model, Decoder) and model._joined is None

@@ -108,9 +108,7 @@ def test_the_file_descriptor_shows_that_a_rank_died_while_nothing_runs() -> None
                 executor.check()
 
 
-def test_a_rank_that_hangs_ends_at_the_deadline_with_the_activity_of_all_ranks(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_rank_ends_at_its_deadline(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with running(config_of("llama", 2)) as executor:
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])

@@ -61,9 +61,7 @@ def context(root: SpanSeen, attempt: SpanSeen, is_joined: bool) -> bytes:
 
 
 @pytest.mark.parametrize(("lines", "state", "is_joined"), table(__file__, "contexts", TRACE=TRACE, PARENT=PARENT))
-def test_a_replica_gets_one_context_which_names_the_attempt(
-    collector: Collector, lines: list[str], state: str | None, is_joined: bool
-) -> None:
+def test_contexts_name_the_attempt(collector: Collector, lines: list[str], state: str | None, is_joined: bool) -> None:
     headers = [line.encode() for line in (*lines, "x-traceparent: kept")]
     with stub() as replica, running_router(replica.url, telemetry=traced(collector)) as router:
         for others in ([], [b"keep-alive: 5"]):  # which only the parser reads

@@ -87,9 +87,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "content", "count", "message"), table(__file__, "datasets"))
-def test_an_unusable_file_is_named_with_the_position_of_its_mistake(
-    name: str, content: str | bytes, count: int, message: str, tmp_path: Path
-) -> None:
+def test_an_unusable_file_is_named(name: str, content: str | bytes, count: int, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):

@@ -100,9 +100,7 @@ def test_gemma_s_runs_of_spaces_and_merges_are_those_of_transformers(tmp_path: P
 
 
 @pytest.mark.parametrize(("changes", "before", "after"), cases(__file__, "ends"))
-def test_ends_are_added_as_the_file_says(
-    tmp_path: Path, changes: dict[str, Any], before: list[Any], after: list[Any]
-) -> None:
+def test_ends_are_as_in_the_file(tmp_path: Path, changes: dict[str, Any], before: list[Any], after: list[Any]) -> None:
     path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
     tokenizer = load(path)
     plain = tokenizer.encode("hello", add_special_tokens=False)
