@@ -13,20 +13,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, StatePages
-from penstock.executor.kernels import (
-    NO_EXTRAS,
-    Activation,
-    BlockOps,
-    ExpandedAttention,
-    FusedExperts,
-    KeyStore,
-    LatentStore,
-    NormedRows,
-    Ops,
-    Pages,
-    Rows,
-    ScoreExtras,
-)
+from penstock.executor.kernels import NO_EXTRAS, Activation, KeyStore, LatentStore, NormedRows, Pages, Rows, ScoreExtras
 from penstock.executor.kernels.recurrent import (
     DeltaHeads,
     DeltaInputs,
@@ -43,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish", "sigmoid")  # the index is the number in C
 
 
-def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
+def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> "CpuOps":
     """Return kernels for a model in `dtype` with heads of `head_dim`, on at most `num_threads` threads (None: torch's).
 
     `level` names the vector instructions to use (see `levels`); None is the best that the CPU has.
@@ -74,10 +61,7 @@ class CpuOps:
     """Calls the C kernels, at 2 to 3 µs of Python each, with the fields of their structs (csrc/cpu_ops.cdef.h) as a list
     of one tuple. Only asserts its arguments; sizes were checked at startup."""
 
-    expanded_attention: ExpandedAttention | None = None
-    wide_linear = None
-    fused_experts: FusedExperts | None = None
-    blocks: BlockOps | None = None
+    expanded_attention = wide_linear = fused_experts = blocks = None
     has_packed = False
     max_normed_rows = 0
 
