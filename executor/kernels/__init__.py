@@ -226,21 +226,11 @@ class SamplingOps(Protocol):
     over all logits. On a CPU, executor/sampling/draw.py samples from the same distributions in a faster way.
     """
 
-    def choose(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        min_p: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        /,
-    ) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, /, *options: Tensor) -> tuple[Tensor, Tensor]:
         """logits [R, V] -> tokens [R] int64 and the largest logits [R] float32, NaN for a row with a NaN in it.
 
-        Options are [R]: temperature, min_p and top_p float32, top_k int32, seeds int64 (64 bits), positions int64. A
-        temperature of 0 chooses the largest logit. The filters min_p, top_k and top_p apply in this order, each to the
+        The options, [R] each, are temperature and min_p float32, top_k int32, top_p float32, seeds int64 (64 bits) and
+        positions int64, in this order. A temperature of 0 chooses the largest logit. The filters min_p, top_k and top_p apply in this order, each to the
         tokens that the previous one kept; 0, 0 and 1 disable them, and tokens that tie with the last one kept are kept
         too. If the largest logit is not finite, the token is 0.
         """

@@ -75,16 +75,9 @@ class CpuSampling:
     def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         """Mask in C: 10 to 15 µs for a bfloat16 row of 49,152; numpy.unpackbits and masked_fill_ took 75."""
         assert logits.stride(1) == 1 and masks.is_contiguous()
-        _csrc.lib.penstock_mask(
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.element_size(),
-            _MINUS_INFINITY[logits.dtype],
-            rows.numpy().ctypes.data,
-            masks.numpy().ctypes.data,
-            *masks.shape,
-            logits.shape[1],
-        )
+        form = logits.stride(0), logits.element_size(), _MINUS_INFINITY[logits.dtype]
+        sizes = *masks.shape, logits.shape[1]
+        _csrc.lib.penstock_mask(logits.data_ptr(), *form, rows.data_ptr(), masks.data_ptr(), *sizes)
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,12 +120,7 @@ def keep(weights: Tensor, threshold: Tensor, scratch: Tensor) -> None:
 
 
 def filter_weights(
-    weights: Tensor,
-    scratch: Tensor,
-    min_p: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    max_top_k: int,
+    weights: Tensor, scratch: Tensor, min_p: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, max_top_k: int
 ) -> None:
     """Apply the filters in this order, each to the result of the previous one. Options are [R, 1] or None; their
     neutral values are 0, V' and 1. weights and scratch: [R, V']; weights change in place."""

@@ -24,6 +24,7 @@ LANES = tl.constexpr(1024)
 PART = tl.constexpr(4 * LANES.value)
 LISTED = tl.constexpr(256)  # maximum listed logits of a part; at least half as many are listed unless they tie
 TILE = tl.constexpr(2048)  # logits that the second kernel reads at once
+# The options are temperature, min_p, top_k, top_p, seeds and positions.
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
@@ -33,12 +34,9 @@ class RowSizes(NamedTuple):
     parts: int
 
 
-def choose(
-    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, /, *options: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    options = (temperature, min_p, top_k, top_p, seeds, positions)
     for option, dtype in zip(options, OPTION_DTYPES, strict=True):
         assert option.shape == (rows,) and option.is_contiguous() and option.dtype == dtype
 

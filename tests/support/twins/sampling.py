@@ -11,9 +11,8 @@ _U32 = 0xFFFF_FFFF
 _MULTIPLY_A, _MULTIPLY_B, _WEYL_A, _WEYL_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85  # Philox 4x32
 
 
-def choose(
-    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, /, *options: Tensor) -> tuple[Tensor, Tensor]:
+    temperature, min_p, top_k, top_p, seeds, positions = options
     largest, tokens = logits.float().max(-1)
     vocab_size = logits.shape[1]
     inverse = torch.where(temperature > 0, 1 / temperature, 1.0).clamp(max=3e38)
