@@ -42,8 +42,12 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> C
     path, overrides = Path(path), {} if config is None else config.hf_overrides
     if path.is_dir():
         return _open_folder(path, overrides)
-    checkpoint = _open(path)
-    checkpoint.config = {**checkpoint.config, **overrides}
+    if not path.is_file():
+        raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
+    if path.suffix != ".gguf":
+        raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")
+    checkpoint = GgufCheckpoint(path)
+    checkpoint.config |= overrides
     return checkpoint
 
 
@@ -66,11 +70,3 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     schemes = read_schemes(config, where)
     folder = SafetensorsFolder(path, config)
     return PackedCheckpoint(folder, schemes, where) if schemes else folder
-
-
-def _open(path: Path) -> Checkpoint:
-    if not path.is_file():
-        raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
-    if path.suffix == ".gguf":
-        return GgufCheckpoint(path)
-    raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")

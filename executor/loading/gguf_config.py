@@ -6,7 +6,7 @@ config.json support. Metadata that is neither read nor known to change nothing i
 """
 
 import math
-from collections import ChainMap
+from collections import ChainMap, Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -296,6 +296,9 @@ def _float32(file: GgufFile, name: str, count: int) -> Any:
     return np.frombuffer(file.data, "<f4", count, entry.offset)
 
 
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
 def _llama3_scaling(file: GgufFile, config: Config) -> Config:
     """Return Llama 3.1's RoPE scaling, which GGUF stores only as one divisor per frequency.
 
@@ -304,7 +307,7 @@ def _llama3_scaling(file: GgufFile, config: Config) -> Config:
     """
     head_dim = config["head_dim"]
     stored = _float32(file, "rope_freqs.weight", head_dim // 2)
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    factor, (low, high, original) = float(stored.max()), _LLAMA3_SCALING.values()
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     if not (math.isfinite(factor) and factor > 0 and np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), 1e-3)):
@@ -312,23 +315,16 @@ def _llama3_scaling(file: GgufFile, config: Config) -> Config:
             f"{file.path}: tensor 'rope_freqs.weight' is not Llama 3's scaling with factor {factor:g}; "
             f"expected low_freq_factor {low:g}, high_freq_factor {high:g}, {original} original positions"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": _shortest(factor),
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    return {"rope_type": "llama3", "factor": _shortest(factor), **_LLAMA3_SCALING}
 
 
 def _dtype(file: GgufFile) -> str:
     """Return the dtype of most values; quantized ones count as bfloat16, in which all these models were trained."""
     names = {"F32": "float32", "F16": "float16"}
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for entry in file.tensors.values():
-        name = names.get(entry.type.name, "bfloat16")
-        sizes[name] = sizes.get(name, 0) + math.prod(entry.shape)
-    return max(sizes, key=lambda name: sizes[name])
+        sizes[names.get(entry.type.name, "bfloat16")] += math.prod(entry.shape)
+    return sizes.most_common(1)[0][0]
 
 
 def _shortest(value: float) -> float:

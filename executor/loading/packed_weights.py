@@ -44,15 +44,14 @@ class PackedCheckpoint:
         """Map the names of weights and of other tensors to True if they are quantized."""
         names = self._folder.names()
         end = f".{self._main}"
-        packed = [name.removesuffix(end) for name in names if name.endswith(end) and self._is_packed(name)]
+        packed = [name.removesuffix(end) for name in names if name.endswith(end)]
+        if self._main == "weight":  # of which some may be unquantized
+            packed = [each for each in packed if self._folder.dtype(f"{each}{end}") in ("I8", "F8_E4M3")]
         kinds = {self._main, *_BESIDE.split()} - ({"weight_zero_point"} if self._layout == "floats" else set())
         beside = {f"{module}.{kind}" for module in packed for kind in kinds}
         return dict.fromkeys((name for name in names if name not in beside), False) | dict.fromkeys(
             (f"{module}.weight" for module in packed), True
         )
-
-    def _is_packed(self, name: str) -> bool:
-        return self._main != "weight" or self._folder.dtype(name) in ("I8", "F8_E4M3")
 
     def names(self) -> list[str]:
         return list(self._stored)

@@ -6,6 +6,7 @@ only describe the quantization process are ignored (field_rules.json). The confi
 which makes the products more exact.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -54,11 +55,6 @@ def _group(fields: Fields) -> int:
     return fields.integer("group_size", low=-1)
 
 
-def _no_groups(_fields: Fields) -> list[Scheme]:
-    """Return no scheme: the tensors show which weights are block-scaled FP8 or MXFP4."""
-    return []
-
-
 def _awq(fields: Fields) -> list[Scheme]:
     return [Scheme("awq", 4, _group(fields), False)]
 
@@ -105,4 +101,5 @@ def _weights(fields: Fields, layout: Layout, kind: str, bits: tuple[int, ...]) -
     return Scheme(layout, fields.integer("num_bits"), group, fields.flag("symmetric", True))
 
 
-_READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _no_groups, "mxfp4": _no_groups}
+_READERS: dict[str, Callable[[Fields], list[Scheme]]] = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+_READERS |= dict.fromkeys(("fp8", "mxfp4"), lambda _fields: [])  # the tensors show which weights are stored so
