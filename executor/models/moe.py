@@ -56,7 +56,7 @@ class MoeMlp:
             self._into = weights.linear(spec.hidden_size, Matrix(f"{prefix}fc1_latent_proj", size))
             self._out_of = weights.linear(size, Matrix(f"{prefix}fc2_latent_proj", spec.hidden_size))
         inner = replace(spec, hidden_size=size or spec.hidden_size)
-        self.experts = Experts(inner, moe, prefix, layer, weights, ops, None if size else shared)
+        self.experts = Experts(inner, moe, prefix, layer, weights, None if size else shared)
         self._shared = None if self.experts.num_shared else shared
 
     def adapted(self) -> list[Linear]:
@@ -105,7 +105,7 @@ class ExpertsBeside:
         self._router = make_router(router * scale, None, weights, ops)
         self._no_scale = torch.ones_like(scale)
         self._growth = weights.float32(f"{prefix}router.per_expert_scale", (moe.num_experts,))
-        self.experts = Experts(spec, moe, prefix, index, weights, ops)
+        self.experts = Experts(spec, moe, prefix, index, weights)
 
     def __call__(self, update: Tensor, stream: Tensor) -> Tensor:
         """update [T, hidden], the all-reduced MLP output, and stream [T, hidden] -> update plus the experts' output."""
@@ -125,14 +125,7 @@ class Experts:
     """
 
     def __init__(
-        self,
-        spec: DecoderSpec,
-        moe: MoeSpec,
-        prefix: str,
-        layer: int,
-        weights: Weights,
-        ops: Ops,
-        shared: Mlp | None = None,
+        self, spec: DecoderSpec, moe: MoeSpec, prefix: str, layer: int, weights: Weights, shared: Mlp | None = None
     ) -> None:
         """`layer` counts only the layers with experts, as plans do."""
         self.num_experts = moe.num_experts
@@ -148,12 +141,13 @@ class Experts:
             self._table = SlotTable(weights.placement, layer, weights.group.device)
         size, is_split = moe.intermediate_size, weights.placement is None
         self.expert_slots = [
-            Mlp(spec, size, f"{prefix}experts.{expert}.", weights, ops, moe.projections, is_split) for expert in held
+            Mlp(spec, size, f"{prefix}experts.{expert}.", weights, weights.ops, moe.projections, is_split)
+            for expert in held
         ]
         self._activation = spec.activation
         # The shared MLP stays separate if there is a plan, which cannot place it, or if adapters change it.
         always = None if weights.placement is not None or weights.has_adapters else shared
-        self._fused, self.num_shared = _fuse(self.expert_slots, always, ops)
+        self._fused, self.num_shared = _fuse(self.expert_slots, always, weights.ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # These experts are part of the checkpoint, but only the ranks that hold them read them.
             shape = size, spec.hidden_size

@@ -13,6 +13,8 @@ from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, Mamb
 from penstock.executor.models.weights import Matrix, Units, Weights
 from penstock.executor.parallel import divide
 
+SpecOfHeads = DeltaSpec | MambaSpec
+
 
 class DeltaNet:
     def __init__(self, spec: DecoderSpec, delta: DeltaSpec, index: int, weights: Weights, ops: Ops) -> None:
@@ -111,9 +113,7 @@ class ShortConv:
         return after * self._ops.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 
-def state_of(
-    spec: DecoderSpec, recurrent: DeltaSpec | MambaSpec | ConvSpec, dtype: torch.dtype, world: int
-) -> tuple[int, int]:
+def state_of(spec: DecoderSpec, recurrent: SpecOfHeads | ConvSpec, dtype: torch.dtype, world: int) -> tuple[int, int]:
     """Return the size of one layer's state per request and rank: number of units, and bytes of the largest unit."""
     heads, matrix = 0, 0
     if not isinstance(recurrent, ConvSpec):
@@ -126,19 +126,14 @@ def state_of(
 
 
 def _read_heads(
-    prefix: str,
-    recurrent: DeltaSpec | MambaSpec,
-    weights: Weights,
-    norm: Tensor | None,
-    eps: float,
-    skip: Tensor | None = None,
+    prefix: str, recurrent: SpecOfHeads, weights: Weights, norm: Tensor | None, eps: float, skip: Tensor | None = None
 ) -> DeltaHeads:
     sizes = *_heads_of(recurrent, weights.group.world), recurrent.key_dim, recurrent.value_dim
     rate, shift = (weights.float32(prefix + name, (recurrent.value_heads,), "rows") for name in ("A_log", "dt_bias"))
     return DeltaHeads(*sizes, -rate.exp(), shift, norm, eps, skip)
 
 
-def _heads_of(delta: DeltaSpec | MambaSpec, world: int) -> tuple[int, int]:
+def _heads_of(delta: SpecOfHeads, world: int) -> tuple[int, int]:
     """Return a rank's number of key heads and of value heads; all key heads have the same number of value heads."""
     if isinstance(delta, MambaSpec):
         groups, heads = delta.key_heads, divide(delta.value_heads, world, "Mamba heads (mamba_n_heads)")

@@ -93,17 +93,9 @@ def rope_of(
         return Rope(dim, theta, "llama3", factor, original, low, high)
     if theta <= 1:
         raise section.error("rope_theta", theta, "a number above 1")
-    return Rope(
-        dim,
-        theta,
-        "yarn",
-        factor,
-        original,
-        low=section.number("beta_slow", 1.0),
-        high=section.number("beta_fast", 32.0),
-        amplitude=section.number("attention_factor", _yarn_amplitude(section, factor)),
-        truncate=section.flag("truncate", True),
-    )
+    low, high = section.number("beta_slow", 1.0), section.number("beta_fast", 32.0)
+    amplitude = section.number("attention_factor", _yarn_amplitude(section, factor))
+    return Rope(dim, theta, "yarn", factor, original, low, high, amplitude, section.flag("truncate", True))
 
 
 def _long_amplitude(section: Fields, max_positions: int, original: int) -> float:
