@@ -121,11 +121,21 @@ class MessageQueue:
     @contextlib.contextmanager
     def borrow(self, timeout_s: float | None = None) -> Iterator[list[memoryview]]:
         """Yield the buffers of the next message as read-only views into the ring, which are invalid after the block."""
-        self._begin(timeout_s)
+        assert self._reader is not None, "the writer does not receive"
+        deadline = Deadline(timeout_s)
+        self._take_turn(deadline)
         try:
-            yield self._read()
+            assert not self._is_borrowed, "the previous message is still borrowed"
+            self._wait(WRITER, WRITER, 1, self._count + 1, deadline)
+            self._is_borrowed = True
+            try:
+                yield self._read()
+            finally:  # frees the message's slot, even if its reader has failed
+                self._is_borrowed = False
+                self._count += 1
+                lib.penstock_ring_post(self._segment.lines, self._line, FREED, self._count)
         finally:
-            self._finish()
+            self._lock.release()
 
     def recv(self, timeout_s: float | None = None) -> list[bytes]:
         """Return copies of the buffers of the next message."""
@@ -204,26 +214,6 @@ class MessageQueue:
         """Return the last message that every reader has finished."""
         return min(self._segment.count(FIRST_READER + reader) for reader in range(self._segment.handle.num_readers))
 
-    def _begin(self, timeout_s: float | None) -> None:
-        """Wait for the next message; from here to `_finish` this thread holds the lock of this end."""
-        assert self._reader is not None, "the writer does not receive"
-        deadline = Deadline(timeout_s)
-        self._take_turn(deadline)
-        try:
-            assert not self._is_borrowed, "the previous message is still borrowed"
-            self._wait(WRITER, WRITER, 1, self._count + 1, deadline)
-            self._is_borrowed = True
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _finish(self) -> None:
-        """Free the message's slot, even if its reader has failed."""
-        self._is_borrowed = False
-        self._count += 1
-        lib.penstock_ring_post(self._segment.lines, self._line, FREED, self._count)
-        self._lock.release()
-
     def _read(self) -> list[memoryview]:
         segment, expected = self._segment, self._count + 1
         segment.set_busy(self._line, expected)
@@ -278,10 +268,8 @@ class MessageQueue:
 
     def _tune(self, waited_ns: int) -> None:
         """Adapt the spin time: a worker that computes for 10 ms per step soon hardly spins."""
-        if waited_ns <= LONGEST_SPIN_NS:
-            self._spin_ns = LONGEST_SPIN_NS
-        else:
-            self._spin_ns = max(self._spin_ns // 2, SHORTEST_SPIN_NS)
+        is_short = waited_ns <= LONGEST_SPIN_NS
+        self._spin_ns = LONGEST_SPIN_NS if is_short else max(self._spin_ns // 2, SHORTEST_SPIN_NS)
 
     def _check_readers(self) -> None:
         self._checked_s = time.monotonic()
