@@ -85,9 +85,6 @@ class Channels(Generic[Message]):
         self._channels.clear()
 
 
-# The parent's side of a channel.
-
-
 class ChildProcess:
     """A child process and the channel to it."""
 
@@ -143,9 +140,6 @@ def ending(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-# The child's side of a channel.
-
-
 def begin(kind: type[Start]) -> tuple[Start, Connection]:
     """Return the start message and the channel to the parent. From now on this process ignores stop signals sent to the
     whole process group, because the parent handles them."""
@@ -191,9 +185,6 @@ class Reporter:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
-
-
-# Signals of a process that a user starts and stops.
 
 
 @contextlib.contextmanager

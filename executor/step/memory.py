@@ -209,24 +209,18 @@ def plan_kv(
         raise ExecutorError(
             f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least {1 + pages_for(1)} are needed"
         )
-    if config.max_model_len is not None and config.max_model_len > fits:
+    if config.max_model_len is None:
+        return KvPlan(num_blocks, fits, "kv_cache" if fits < longest else "model")
+    if config.max_model_len > fits:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
             "Lower max_model_len or raise kv_cache_bytes"
         )
-    if config.max_model_len is not None:
-        return KvPlan(num_blocks, fits, "max_model_len")
-    return KvPlan(num_blocks, fits, "kv_cache" if fits < longest else "model")
+    return KvPlan(num_blocks, fits, "max_model_len")
 
 
 def allocate_kv(
-    num_blocks: int,
-    depth: int,
-    parts: int,
-    block_size: int,
-    kv_width: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    num_blocks: int, depth: int, parts: int, block_size: int, kv_width: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return zeros [num_blocks, depth, parts, block_size, kv_width]; keys and values are two parts. A block of all its
     layers is contiguous, so a tier moves a block with one copy."""

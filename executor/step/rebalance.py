@@ -145,15 +145,9 @@ class Rebalancer:
         if gain <= 0 or gain < self._config.min_gain_per_gib * remote * self._expert_bytes / 2**30:
             plan = None
         by_rank = rank_loads(load, self._plan.phy2log, self._plan.weight, self._plan.ranks)
-        self._proposal = (
-            plan,
-            {
-                "balance": float(now.mean()),
-                "rank_load": _shares(by_rank),
-                "expert_load": _shares(load),
-                "plan_s": self._update.plan_s + time.perf_counter() - started_s,
-            },
-        )
+        shares = {"rank_load": _shares(by_rank), "expert_load": _shares(load)}
+        plan_s = self._update.plan_s + time.perf_counter() - started_s
+        self._proposal = plan, {"balance": float(now.mean()), "plan_s": plan_s, **shares}
 
     def _receive(self, planning: threading.Thread | None) -> tuple[int, torch.Tensor] | None:
         """Receive the first rank's status and plan; None while it computes."""

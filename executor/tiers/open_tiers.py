@@ -112,15 +112,10 @@ def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks:
 
 
 def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
-    capacity_bytes = config.kv_disk_bytes // config.tensor_parallel_size
-    with _naming(f"kv_disk_path: {config.kv_disk_path!r}"):
+    path, capacity_bytes = config.kv_disk_path, config.kv_disk_bytes // config.tensor_parallel_size
+    with _naming(f"kv_disk_path: {path!r}"):
         try:
-            return DiskTier(
-                config.kv_disk_path,
-                capacity_bytes=capacity_bytes,
-                chunk_bytes=block.size,
-                fingerprint=block.fingerprint,
-            )
+            return DiskTier(path, capacity_bytes=capacity_bytes, chunk_bytes=block.size, fingerprint=block.fingerprint)
         except ValueError as error:
             raise ExecutorError(f"kv_disk_bytes: {error}") from None
 

@@ -27,26 +27,21 @@ class Copier(Protocol):
 
     def use(self, blocks: Any) -> None:
         """Replace the device's blocks: an array if they are in host memory, else a tensor."""
-        ...
 
     def begin_step(self, written: Iterable[int]) -> None:
         """Order the step's rows after all restores started so far, and after all saves of blocks that the rows will
         write."""
-        ...
 
     def start(self, saves: Pairs, restores: Pairs) -> None: ...
 
     def finish(self) -> float:
         """Wait for the copies of the oldest unfinished `start`; return how many seconds they took."""
-        ...
 
     def settle(self, hosts: Iterable[int]) -> None:
         """Wait until no copy uses these host blocks, because a store is about to."""
-        ...
 
     def close(self) -> None:
         """Release system resources. No copy is started afterwards."""
-        ...
 
 
 class Copies(NamedTuple):
