@@ -6,15 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import (
-    AdapterInfo,
-    ExecutorConfig,
-    ExecutorError,
-    Part,
-    SleepLevel,
-    Step,
-    StepResult,
-)
+from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ExecutorError, Part, SleepLevel, Step, StepResult
 from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.rank_settings import choose_device
 from penstock.executor.ranks.weights_lifecycle import WeightsLifecycle

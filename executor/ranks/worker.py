@@ -24,14 +24,7 @@ from penstock.executor.child_main import leave
 from penstock.executor.machine import usable_cores
 from penstock.executor.parallel import CollectiveError, Connections, RankGroup, naming
 from penstock.executor.process_life import Reporter, begin, send
-from penstock.executor.protocol import (
-    AdapterError,
-    AdapterInfo,
-    ExecutorError,
-    SleepLevel,
-    Step,
-    WeightsError,
-)
+from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorError, SleepLevel, Step, WeightsError
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.rank_settings import choose_device

@@ -33,7 +33,6 @@ class Worker(Protocol):
 
     def death(self) -> str | None:
         """Return how it ended, e.g. "was killed by SIGKILL", or None as long as it seems to run."""
-        ...
 
     def kill(self) -> None: ...
 
@@ -43,7 +42,6 @@ class Reports(Protocol):
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
         """Yield (rank, message) as they arrive, waiting for the first; None: the rank will send no more reports."""
-        ...
 
     def fileno(self) -> int: ...
 

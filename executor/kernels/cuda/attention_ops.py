@@ -46,12 +46,7 @@ class Attention(NamedTuple):
 
 
 def paged_attention(
-    q: Tensor,
-    pages: Pages,
-    batch: ForwardBatch,
-    scale: float,
-    extras: ScoreExtras = NO_EXTRAS,
-    is_fixed: bool = False,
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS, is_fixed: bool = False
 ) -> Tensor:
     """Compute the attention of `Ops.paged_attention`. is_fixed: sum in an order that does not depend on the batch."""
     (k_pages, v_pages), (cap, sinks, window), (num_heads, dim) = pages, extras, q.shape[1:]
