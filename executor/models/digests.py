@@ -85,8 +85,7 @@ class Digests:
 
     def _exchange(self, own: Report) -> dict[str, bytes]:
         reports = self._send(own)
-        failed = next((report.error for report in reports if report.error), "")
-        if failed:
+        if failed := next((report.error for report in reports if report.error), ""):
             raise ExecutorError(failed)
         digests, samples = dict[str, bytes](), dict[str, bytes]()
         for rank, report in enumerate(reports):

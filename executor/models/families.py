@@ -18,6 +18,8 @@ from penstock.executor.models.rope import Rope, kind_of, read_rope, rope_of, rop
 from penstock.executor.models.spec import PADDING_ROWS, DecoderSpec, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
+Layers = tuple[LayerSpec, ...]
+
 _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "clamped_swish": ("silu", "swish"),
@@ -28,13 +30,9 @@ _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
 
 
 def read_family(
-    fields: Fields,
-    family: ModelFamily,
-    layers: tuple[LayerSpec, ...] | None = None,
-    moe: MoeSpec | None = None,
-    **values: Any,  # of DecoderSpec
+    fields: Fields, family: ModelFamily, layers: Layers | None = None, moe: MoeSpec | None = None, **values: Any
 ) -> DecoderSpec:
-    """Return the spec by the family's entry alone, except for the given layers, experts and values."""
+    """Return the spec by the family's entry alone, except for the given layers, experts and values of DecoderSpec."""
     layers = layers or layers_of(fields, family.layers)
     if family.experts is not None:
         layers = with_experts(fields, family.experts, layers, moe or experts_of(fields, family.experts))
@@ -139,7 +137,7 @@ def _opt_arrangement(num_layers: int, has_norms_before: bool) -> Arrangement:
     return Arrangement((*norms, *others, (".fc1.", ".mlp.up_proj."), (".fc2.", ".mlp.down_proj.")))
 
 
-def spec_of(fields: Fields, family: ModelFamily, layers: tuple[LayerSpec, ...], **values: Any) -> DecoderSpec:
+def spec_of(fields: Fields, family: ModelFamily, layers: Layers, **values: Any) -> DecoderSpec:
     """Build a spec from the family's entry and the given values, and check the fields that all families share."""
     if layers[0].heads is None:
         fields.only("per_layer_config", None, {})
@@ -172,9 +170,7 @@ def experts_of(fields: Fields, plan: ExpertPlan, **values: Any) -> MoeSpec:
     return replace(moe, shared_size=moe.intermediate_size * fields.integer(plan.num_shared, low=0))
 
 
-def with_experts(
-    fields: Fields, plan: ExpertPlan, layers: tuple[LayerSpec, ...], moe: MoeSpec
-) -> tuple[LayerSpec, ...]:
+def with_experts(fields: Fields, plan: ExpertPlan, layers: Layers, moe: MoeSpec) -> Layers:
     """Add experts to the layers that have them."""
     if not 1 <= moe.top_k <= moe.num_experts:
         raise fields.error("num_experts_per_tok", moe.top_k, f"a number from 1 to the experts ({moe.num_experts})")
@@ -204,7 +200,7 @@ def max_positions_of(fields: Fields) -> int:
     return max(stated, min(int(extended), 2**27))  # the limit of `stated`
 
 
-def layers_of(fields: Fields, plan: LayerPlan) -> tuple[LayerSpec, ...]:
+def layers_of(fields: Fields, plan: LayerPlan) -> Layers:
     """Return the layers by the family's entry."""
     head_dim = head_dim_of(fields)
     changes: dict[str, Any] = {}
@@ -243,7 +239,7 @@ def two_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, R
 
 def pick_layers(
     fields: Fields, layers: Sequence[LayerSpec], rule: list[bool], other: str = "sliding_attention", **changes: Any
-) -> tuple[LayerSpec, ...]:
+) -> Layers:
     """Apply the changes to the layers without full attention, of kind `other`; `rule` is that of `full_layers`."""
     are_full = full_layers(fields, other, rule)
     return tuple(layer if full else replace(layer, **changes) for layer, full in zip(layers, are_full, strict=True))

@@ -33,15 +33,10 @@ def gemma4(fields: Fields, family: ModelFamily) -> DecoderSpec:
     sliding, full = two_ropes(fields, dim_of.get(False, 2), dim_of[True])
     window, moe = fields.integer("sliding_window"), _moe(fields)
     size, wide = fields.integer("intermediate_size"), fields.flag("use_double_wide_mlp", False)
+    mlp_sizes = [size] * num_own + [2 * size if wide else size] * num_shared
     layers = tuple(
-        LayerSpec(
-            full if is_full else sliding,
-            None if is_full else window,
-            moe,
-            heads=each,
-            mlp_size=2 * size if wide and index >= num_own else size,
-        )
-        for index, (is_full, each) in enumerate(zip(are_full, heads, strict=True))
+        LayerSpec(full if is_full else sliding, None if is_full else window, moe, heads=each, mlp_size=mlp_size)
+        for is_full, each, mlp_size in zip(are_full, heads, mlp_sizes, strict=True)
     )
     width, num_words = fields.integer("hidden_size_per_layer_input", 256, low=0), fields.integer("vocab_size")
     spec = spec_of(

@@ -62,14 +62,10 @@ def gpt_oss(fields: Fields, family: ModelFamily) -> DecoderSpec:
     return read_family(fields, family)
 
 
-def granite_moe_shared(fields: Fields, family: ModelFamily) -> DecoderSpec:
-    return granite_moe(fields, family, fields.integer("shared_intermediate_size", low=0))
-
-
-def granite_moe(fields: Fields, family: ModelFamily, shared: int = 0) -> DecoderSpec:
-    """Read Granite; `shared` is the size of the shared MLP, with experts or, in Granite 4, also without any."""
+def granite_moe(fields: Fields, family: ModelFamily) -> DecoderSpec:
+    """Read Granite, which may have a shared MLP, with experts or, in Granite 4, also without any."""
     assert family.experts is not None
-    layers, where = layers_of(fields, family.layers), "mlp"
+    layers, where, shared = layers_of(fields, family.layers), "mlp", fields.integer("shared_intermediate_size", low=0)
     has_experts = fields.integer("num_local_experts", low=0) > 0
     if has_experts:
         moe = experts_of(fields, family.experts, shared_size=shared)

@@ -9,7 +9,7 @@ from penstock.executor.loading.arrangement import Arrangement, Joined
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import layers_of, pick_layers, read_family, spec_of, unrotated
 from penstock.executor.models.family_table import ModelFamily, values_of
-from penstock.executor.models.moe_families import deepseek_v3_experts, granite_moe_shared
+from penstock.executor.models.moe_families import deepseek_v3_experts, granite_moe
 from penstock.executor.models.rope import Rope
 from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec
 
@@ -56,7 +56,7 @@ def granite_hybrid(fields: Fields, family: ModelFamily) -> DecoderSpec:
     names = {"attention": False, "full_attention": False, "mamba": True, "linear_attention": True}
     if kinds is None or len(kinds) != num_layers or not set(kinds) <= set(names):
         raise fields.error("layer_types", kinds, f"{num_layers} times 'attention' or 'mamba', one per layer")
-    spec = granite_moe_shared(fields, family)
+    spec = granite_moe(fields, family)
     layers = spec.layers
     if fields.text("position_embedding_type", "nope") == "nope":
         layers = tuple(unrotated(layer) for layer in layers)
@@ -110,15 +110,9 @@ def nemotron_h(fields: Fields, family: ModelFamily) -> DecoderSpec:
         shared_size = own.integer("moe_shared_expert_intermediate_size")
         latent_size = own.integer_or_none("moe_latent_size") or 0
         moe = replace(deepseek_v3_experts(own, family), shared_size=shared_size, latent_size=latent_size)
-    layers = tuple(
-        LayerSpec(
-            Rope(0, 1.0),
-            moe=moe if "E" in each else None,
-            recurrent=mamba if "M" in each else None,
-            has_mlp=len(each) > 1,
-        )
-        for each in blocks
-    )
+    mixers = {"M": LayerSpec(Rope(0, 1.0), recurrent=mamba), "*": LayerSpec(Rope(0, 1.0))}
+    parts: dict[str, dict[str, Any]] = {"": {"has_mlp": False}, "-": {}, "E": {"moe": moe}}
+    layers = tuple(replace(mixers[each[0]], **parts[each[1:]]) for each in blocks)
     return spec_of(own, family, layers, arrangement=_nemotron_arrangement(blocks, mamba))
 
 
