@@ -150,12 +150,7 @@ class GpuUse:
         }
 
 
-def wait_for_release(
-    measure: Callable[[], GpuUse],
-    utilization: float,
-    progress: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
-) -> GpuUse:
+def wait_for_release(measure: Callable[[], GpuUse], utilization: float, progress: Callable[[str], None]) -> GpuUse:
     """Return what `measure` returns once other processes hold little memory, or after RELEASE_WAIT_S. The driver frees
     the memory of a killed server only after a while, and a server that restarts meanwhile would get a small cache."""
     use = measure()
@@ -164,7 +159,7 @@ def wait_for_release(
     for _ in range(int(RELEASE_WAIT_S / RELEASE_POLL_S)):
         if not use.shortage(utilization):
             break
-        sleep(RELEASE_POLL_S)
+        time.sleep(RELEASE_POLL_S)
         use = measure()
     return use
 

@@ -84,16 +84,17 @@ def test_the_cache_gets_the_rest_of_the_share_as_far_as_it_is_free() -> None:
     assert use(allocated=60, free=19).left(0.5) == 0
 
 
-def test_a_start_waits_for_a_process_that_ends_and_for_others_only_for_a_while() -> None:
+def test_a_start_waits_for_a_process_that_ends_and_for_others_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     lines, slept = list[str](), list[float]()
+    monkeypatch.setattr("penstock.executor.step.memory.time.sleep", slept.append)
     ending = iter([use(free=10), use(free=10), use(free=63)])
-    assert wait_for_release(lambda: next(ending), 0.9, lines.append, slept.append) == use(free=63)
+    assert wait_for_release(lambda: next(ending), 0.9, lines.append) == use(free=63)
     assert len(slept) == 2 and len(lines) == 1
     assert "5.0 GiB are left for the KV cache instead of 50.0 GiB" in lines[0] and "up to 20 s" in lines[0]
     slept.clear()
-    assert wait_for_release(lambda: use(free=10), 0.9, lines.append, slept.append) == use(free=10)
+    assert wait_for_release(lambda: use(free=10), 0.9, lines.append) == use(free=10)
     assert sum(slept) == 20.0 and len(lines) == 2
-    assert wait_for_release(use, 0.9, lines.append, slept.append) == use() and len(lines) == 2
+    assert wait_for_release(use, 0.9, lines.append) == use() and len(lines) == 2
 
 
 @pytest.mark.parametrize(("kv_bytes", "is_named"), [(None, True), (2**18, False)])
