@@ -19,10 +19,8 @@ class UniprocExecutor:
     For a step with masked rows, `submit` computes the logits and `set_masks` samples."""
 
     def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
-        if config.tensor_parallel_size != 1:
-            raise ExecutorError(
-                f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
-            )
+        if (world := config.tensor_parallel_size) != 1:
+            raise ExecutorError(f"tensor_parallel_size: {world} given; executor 'uniproc' runs one rank")
         rank = build_rank(config, RankGroup(), choose_device(config.device), progress)
         self.info, self._rank, self._weights = rank.info, rank, WeightsLifecycle(rank)
         self._in_flight: deque[LaunchedStep] = deque()
@@ -69,5 +67,5 @@ class UniprocExecutor:
     def close(self) -> None:
         """Drop the model and the cache; their memory is freed with the last reference."""
         self._in_flight.clear()
-        self._rank.close()
+        self._rank.tiers.close()
         del self._rank, self._weights

@@ -69,10 +69,6 @@ class Rank:
         if self.tiers.transfers is not None:
             self.tiers.transfers.use(block_bytes_of(kv))
 
-    def close(self) -> None:
-        """Close the tiers in order; called after the last step."""
-        self.tiers.close()
-
 
 def block_bytes_of(kv: torch.Tensor) -> Any:
     """Return the KV blocks as copiers use them: uint8 [blocks, bytes per block], an array if they are on the CPU."""

@@ -71,10 +71,8 @@ class RankBuilder:
         gpu_use = None if meter is None else self._warm_up(graph_rows, meter)
         kv_plan = self._plan_kv(gpu_use)
         kv = self._runners.allocate(loaded, kv_plan.num_blocks)
-        page_content = self._fingerprint_pages()
-        tiers = open_tiers(
-            settings.config, self._block_bytes, page_content, partial(_open_copier, kv), settings.group.rank
-        )
+        content = self._fingerprint_pages()
+        tiers = open_tiers(settings.config, self._block_bytes, content, partial(_open_copier, kv), settings.group.rank)
         try:
             runners = replace(
                 self._runners,

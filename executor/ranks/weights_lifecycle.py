@@ -90,14 +90,12 @@ class WeightsLifecycle:
             raise WeightsError(f"wake_up: {error}") from None
 
     def _reload_weights(self) -> None:
-        loaded = self._rank.loaded
-        if loaded.has_model or not self._source:
+        loaded, source = self._rank.loaded, self._source
+        if loaded.has_model or not source:
             return
         with self._agreement("the weights"):
-            if self.prepare(self._source) != loaded.fingerprint:
-                raise WeightsError(
-                    f"wake_up: {self._source} has other weights than those that slept; use update_weights"
-                )
+            if self.prepare(source) != loaded.fingerprint:
+                raise WeightsError(f"wake_up: {source} has other weights than those that slept; use update_weights")
         self.take()
 
     def _check_experts_stay(self) -> None:

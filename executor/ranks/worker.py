@@ -129,7 +129,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
         else:
             unsampled = launched
     finisher.close()
-    ours.close()
+    ours.tiers.close()
     group.close()
 
 

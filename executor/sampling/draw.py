@@ -41,9 +41,7 @@ class CpuSampling:
             rows = drawn[first : first + len(self._weights)]
             begin, end = int(rows[0]), int(rows[-1]) + 1
             index = slice(begin, end) if end - begin == len(rows) else torch.from_numpy(rows)  # a slice copies nothing
-            tokens[index] = self._draw(
-                logits[index], largest[index, None], [option.numpy()[rows] for option in options]
-            )
+            tokens[index] = self._draw(logits[index], largest[index, None], [each.numpy()[rows] for each in options])
         finite = np.isfinite(largest.numpy())  # this takes a tenth of torch's time
         return tokens if finite.all() else tokens * torch.from_numpy(finite), largest
 

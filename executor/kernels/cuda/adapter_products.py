@@ -31,16 +31,7 @@ def add_lora(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widt
     assert x.shape[1] == depth and y.shape[1] == width == sum(widths) and tiles.is_contiguous()
     inner = torch.empty(len(y), num_parts * rank, dtype=x.dtype, device=x.device)
     _inner[(len(tiles), num_parts * (rank // 16))](
-        x,
-        tiles,
-        down,
-        inner,
-        K=depth,
-        INNER=num_parts * rank,
-        ROWS=ROWS,
-        DEPTH=DEPTH,
-        num_warps=4,
-        num_stages=3,
+        x, tiles, down, inner, K=depth, INNER=num_parts * rank, ROWS=ROWS, DEPTH=DEPTH, num_warps=4, num_stages=3
     )
     column = 0
     for part, size in enumerate(widths):

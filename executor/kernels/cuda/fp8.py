@@ -24,11 +24,7 @@ def quantize(x: Tensor, is_gated: bool = False) -> Quantized:
     values, scales = make_quantized(len(x), width, x.device)
     grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
     _quantize_rows[grid](
-        *(x, values, scales, scales.stride(1)),
-        STRIDE=x.stride(0),
-        WIDTH=width,
-        GATED=is_gated,
-        num_warps=4,
+        *(x, values, scales, scales.stride(1)), STRIDE=x.stride(0), WIDTH=width, GATED=is_gated, num_warps=4
     )
     return values, scales
 

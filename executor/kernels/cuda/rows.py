@@ -68,10 +68,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if rows:
         tile = gate_tile(width)
         _gate_rows[(triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns))](
-            *(gate_up, out, rows),
-            WIDTH=width,
-            ACTIVATION=activation,
-            **tile.constants(),
+            *(gate_up, out, rows), WIDTH=width, ACTIVATION=activation, **tile.constants()
         )
     return out
 
