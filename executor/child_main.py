@@ -19,17 +19,11 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     name, fd, parent, is_tied = sys.argv[1:]
-    tie(int(fd), int(parent) if int(is_tied) else None)
+    if int(is_tied):  # otherwise the kernel would watch only a thread that may end before its process
+        die_with(int(parent))
+    threading.Thread(target=_leave_with, args=(int(fd),), daemon=True).start()
     sys.argv[1:] = [fd]
     return int(import_module(name).main() or 0)
-
-
-def tie(fd: int, parent: int | None) -> None:
-    """End this process when the parent's end of the channel `fd` closes, and when `parent` dies. With None the kernel does
-    not watch the parent: it would watch only the thread that started this process, which may end earlier."""
-    if parent is not None:
-        die_with(parent)
-    threading.Thread(target=_leave_with, args=(fd,), daemon=True).start()
 
 
 def die_with(parent: int) -> None:
@@ -41,6 +35,7 @@ def die_with(parent: int) -> None:
 
 
 def _leave_with(fd: int) -> NoReturn:
+    """End this process when the parent's end of the channel `fd` closes."""
     poll = select.poll()
     poll.register(fd, 0)  # no events: the kernel always reports the closing of the other end
     poll.poll()
