@@ -6,13 +6,12 @@ until the next one begins. A reader therefore checks after copying whether the e
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cache.tiers.base import Store
-from penstock.cache.tiers.names import DISK
 
 
 class PendingContent(NamedTuple):
@@ -26,13 +25,11 @@ class PendingContent(NamedTuple):
 class ServedBlocks:
     """The `Source` of cache/tiers/peer/server.py. `lock` also protects the rank's use of its stores."""
 
-    def __init__(
-        self, arena: np.ndarray, stores: Mapping[str, Store], lock: threading.Lock, poll: Callable[[], None]
-    ) -> None:
+    def __init__(self, arena: np.ndarray, disk: Store | None, lock: threading.Lock, poll: Callable[[], None]) -> None:
         """arena: uint8 [host blocks, bytes per block]. `poll` processes completions of the stores, under the lock; it
         calls `end_load`."""
         self._arena = arena
-        self._disk = stores.get(DISK)
+        self._disk = disk
         self._lock = lock
         self._poll = poll
         self._host_of: dict[bytes, int] = {}

@@ -72,7 +72,7 @@ class RankTransfers:
         self._stats_at_s = 0.0
         self._were_open: list[bool] = []
         self._lock = threading.Lock()  # protects the stores and their state
-        self._served = None if serve is None else ServedBlocks(arena, stores, self._lock, self._poll)
+        self._served = None if serve is None else ServedBlocks(arena, stores.get(DISK), self._lock, self._poll)
         self._server = None if serve is None or self._served is None else serve(self._served)
 
     def use(self, blocks: Any) -> None:

@@ -16,7 +16,6 @@ import zmq
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
-from penstock.cache.tiers.names import DISK
 from penstock.cache.tiers.peer.server import PeerServer
 from penstock.cache.tiers.peer.store import LinkLimits, PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, checksum_seed
@@ -44,7 +43,7 @@ class Source(ServedBlocks):
 
     def __init__(self, memory: Iterable[int] = range(30), disk: Iterable[int] = range(30, 40)) -> None:
         self.disk = FlakyStore(data={key(number): content(number) for number in disk})
-        super().__init__(np.zeros((100, CHUNK), np.uint8), {DISK: self.disk}, threading.Lock(), self._poll_disk)
+        super().__init__(np.zeros((100, CHUNK), np.uint8), self.disk, threading.Lock(), self._poll_disk)
         self.note_disk(self.disk.data, ())
         for number in memory:
             self.add(number)
