@@ -30,9 +30,8 @@ def pad_rows(x: Quantized) -> Quantized:
     """Return the rows with their padding, which is uninitialized: the products' rows for it are never read."""
     (values, scales), rows = x, _padded(len(x[0]))
     assert values.is_contiguous() and scales.stride() == (1, rows), "rows that `make_quantized` has not made"
-    return values.as_strided((rows, values.shape[1]), values.stride()), scales.as_strided(
-        (rows, scales.shape[1]), scales.stride()
-    )
+    values, scales = (each.as_strided((rows, each.shape[1]), each.stride()) for each in x)
+    return values, scales
 
 
 def _padded(rows: int) -> int:

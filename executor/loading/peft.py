@@ -94,9 +94,7 @@ class PeftFolder:
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
         """All tensors, read only once, because the digest must match them even if the file changes meanwhile."""
-        stored = {
-            name: self._file.get_tensor(name).clone() for names in self.modules.values() for name in names.values()
-        }
+        stored = {name: self._file.get_tensor(name).clone() for name in sorted(self._file.keys())}
         for name, tensor in stored.items():
             if not tensor.isfinite().all():
                 raise ExecutorError(f"{self._path}: tensor {name!r} has numbers that are not finite")

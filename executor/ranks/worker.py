@@ -138,15 +138,8 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered
     if world == 1:
         return RankGroup()
     with naming("join"):
-        store = TCPStore(
-            at.host,
-            at.port,
-            world,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=at.listen_fd if rank == 0 else None,
-        )
+        limit, fd = timedelta(seconds=JOIN_TIMEOUT_S), at.listen_fd
+        store = TCPStore(at.host, at.port, world, rank == 0, limit, wait_for_workers=False, master_listen_fd=fd)
         store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))  # NCCL connects in the first collective
 
         def connect(name: str) -> Connections:
