@@ -2,7 +2,7 @@
 
 In a `RankGroup` of one rank, collectives do nothing. Otherwise all ranks make the same calls in the same order. After
 `sum` every rank holds the same bits; on a CPU each number is summed in rank order. `gather_columns` and `broadcast`
-have the first rank as their root, which samples for all.
+have the first rank as their root, the default of torch: it samples for all.
 
 On CUDA a collective is launched on the current stream without blocking the host, so a CUDA graph may contain it
 (executor/step/graphs.py).
@@ -144,9 +144,7 @@ class RankGroup:
         widest = max(end - first for first, end in shares)
         part = F.pad(part, (0, widest - part.shape[1]))  # all ranks must send equal sizes
         parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        self._run("gather", self._backend.gather, [parts] if self.is_first else [], [part], options)
+        self._run("gather", self._backend.gather, [parts] if self.is_first else [], [part], dist.GatherOptions())
         if not self.is_first:
             return None
         return torch.cat([part[:, : end - first] for part, (first, end) in zip(parts, shares, strict=True)], dim=1)
@@ -154,9 +152,7 @@ class RankGroup:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite `tensor` on all other ranks with the first rank's, and return it."""
         if self._backend is not None:
-            options = dist.BroadcastOptions()
-            options.rootRank = 0
-            self._run("broadcast", self._backend.broadcast, [tensor], options)
+            self._run("broadcast", self._backend.broadcast, [tensor], dist.BroadcastOptions())
         return tensor
 
     def _run(self, name: str, collective: Callable[..., dist.Work | None], *arguments: Any) -> None:

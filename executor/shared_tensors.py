@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping
 from ctypes import c_char
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from penstock.executor.protocol import ExecutorError, WeightsError
@@ -52,7 +51,7 @@ class SharedTensors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -127,11 +127,8 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "shared_expert_gate.weight": lambda vector: vector.reshape(1, -1),
     ".A_log": lambda decay: decay.neg().log().flatten(),
-    ".D": torch.flatten,
-    "mixer.norm.weight": torch.flatten,
-    "mamba.norm.weight": torch.flatten,
-    ".conv1d.weight": lambda taps: taps.unsqueeze(1),
-    ".conv.weight": lambda taps: taps.unsqueeze(1),
+    **dict.fromkeys((".D", "mixer.norm.weight", "mamba.norm.weight"), Tensor.flatten),
+    **dict.fromkeys((".conv1d.weight", ".conv.weight"), lambda taps: taps.unsqueeze(1)),
 }
 
 

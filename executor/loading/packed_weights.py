@@ -49,9 +49,8 @@ class PackedCheckpoint:
             packed = [each for each in packed if self._folder.dtype(f"{each}{end}") in ("I8", "F8_E4M3")]
         kinds = {self._main, *_BESIDE.split()} - ({"weight_zero_point"} if self._layout == "floats" else set())
         beside = {f"{module}.{kind}" for module in packed for kind in kinds}
-        return dict.fromkeys((name for name in names if name not in beside), False) | dict.fromkeys(
-            (f"{module}.weight" for module in packed), True
-        )
+        others = [name for name in names if name not in beside]
+        return dict.fromkeys(others, False) | {f"{module}.weight": True for module in packed}
 
     def names(self) -> list[str]:
         return list(self._stored)

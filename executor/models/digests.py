@@ -8,7 +8,6 @@ number of ranks or on how the checkpoint is split into files.
 import hashlib
 import re
 import threading
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -79,7 +78,7 @@ class Digests:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not self._is_exchanged:
             self._send(Report(error=str(error) or type(error).__name__))
 

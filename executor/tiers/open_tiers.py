@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +59,7 @@ def open_tiers(
     fingerprint: bytes,
     make_copier: Callable[[np.ndarray], Copier],
     rank: int = 0,
-    stores: Mapping[str, Store] = MappingProxyType({}),
+    stores: Mapping[str, Store] | None = None,
 ) -> RankTiers:
     """Open the configured tiers. `make_copier` gets the host memory, uint8 [host blocks + 1, padded bytes]; its first
     block is never used. `stores` come before the configured ones."""
@@ -77,7 +76,7 @@ def open_tiers(
     with _naming(f"kv_host_bytes: {config.kv_host_bytes} given; {memory['host tier']} bytes for a rank"):
         arena = huge_array(num_blocks + 1, stride)  # host blocks take memory when they are first written
     serve = partial(_serve, config, block) if config.kv_peer_listen else None
-    opened = dict(stores)
+    opened = dict(stores or {})
     with contextlib.ExitStack() as undo:  # a directory stays locked, and memory pinned, until they are closed
         copier = make_copier(arena)
         undo.callback(copier.close)
