@@ -47,9 +47,10 @@ class AdaptedRows(Protocol):
 class Chains(NamedTuple):
     """The rows of a batch with draft tokens for recurrent layers, whose state passes through all rows of a request."""
 
-    query_starts: torch.Tensor  # these three are as in `ForwardBatch`, but with one row per chain
+    query_starts: torch.Tensor  # these four are as in `ForwardBatch`, but with one row per chain
     num_single_rows: int
     query_lens: tuple[int, ...]
+    row_counts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,9 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=
     # their last token; (): unchanged. Both may be the same pages. A row that starts at position 0 reads no state.
     states_in: tuple[int, ...] = ()
     states_out: tuple[int, ...] = ()
+    # Tokens to draft after the sampled one, with the model's draft layer. All but one of them need a position whose block
+    # is in the table. A slot's rows with draft tokens ask for equally many.
+    drafts: int = 0
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True):
@@ -194,6 +197,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     embeddings: dict[int, bytes] = {}  # row → float32 little-endian, on the row that completes the prompt
     errors: dict[int, str] = {}  # row → error of that row alone: its request ends, the others continue
+    drafts: dict[int, list[int]] = {}  # row that asked for some, and had the right token → drafted tokens
     elapsed_s: float = 0.0
     transfers: TransferResult | None = None
     experts: ExpertUpdate | None = None  # when it has changed
@@ -301,6 +305,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_cpu_loras: int = 64
     enforce_eager: bool = False
     batch_invariant: bool = False
+    draft_tokens: int = 0  # the most that a row may ask of the model's own draft layer; 0: the layer is not loaded
     seed: int = 0
     hf_overrides: dict[str, Any] = {}
 

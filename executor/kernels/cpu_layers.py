@@ -46,7 +46,9 @@ class DenseSizes(NamedTuple):
 
 
 class CpuLayers:
-    def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
+    def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes, first: int = 0) -> None:
+        """`first`: the number of the first layer among those that have pages."""
+        self._first = first
         self._cpu, self._dtype = ops.cpu, ops.dtype
         self._dense_layers = layers  # keeps the tensors that C points to alive
         self._pages: KvPages | None = None  # this list is cleared when they are freed, so keep no pages beside it
@@ -89,7 +91,8 @@ class CpuLayers:
         assert num > 0 and residual.is_contiguous()
         self._shared.num = num
         # The states of other layers differ only in base and first_unit.
-        states = next((describe_states(each, batch) for each in pages if isinstance(each, StatePages)), _csrc.ffi.NULL)
+        own = pages[self._first : self._first + len(self._layers)]
+        states = next((describe_states(each, batch) for each in own if isinstance(each, StatePages)), _csrc.ffi.NULL)
         tables, groups = batch.block_tables, ((batch.kv_cells, batch.block_tables), *batch.other_groups)
         assert all(each.stride() == tables.stride() for _, each in groups)
         kv_cells, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
@@ -111,7 +114,8 @@ class CpuLayers:
         first = next(each[0] for each in pages if not isinstance(each, StatePages))
         self._shared.page_size = first.shape[1]
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
-        for index, (plan, layer_pages) in enumerate(zip(self._layers, pages, strict=True)):
+        for index, plan in enumerate(self._layers):
+            layer_pages = pages[self._first + index]
             if isinstance(layer_pages, StatePages):
                 delta = self._dense_layers[index].delta
                 assert delta is not None
@@ -121,15 +125,15 @@ class CpuLayers:
                 continue
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)
-            plan.group = group_of[index] if group_of else 0
+            plan.group = group_of[self._first + index] if group_of else 0
         self._pages = pages
 
 
-def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
+def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes, first: int) -> CpuLayers | None:
     """Return all layers as one callable; None unless C computes all of their products."""
     linears = [linear for layer in layers for linear in (*layer.linears, *(layer.delta or ())[:1])]
     are_in_c = all(linear.product is not None for linear in linears)
     if not layers or not isinstance(ops, CpuOps) or not are_in_c:
         return None
     assert sizes.scale > 0
-    return CpuLayers(ops, layers, sizes)
+    return CpuLayers(ops, layers, sizes, first)

@@ -10,7 +10,8 @@ weights' to five digits.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from penstock.executor.kernels.weight import Format, Weight
 from penstock.executor.weight_memory import allocate
 
 _lib: Any = _csrc.lib
+WIDEST_PANEL = 256  # rows of a weight; panels of every level are divisors of it
 NARROW_COLUMNS = 16  # in blocks of the rest, as in csrc/cpu_level.h
 
 
@@ -93,6 +95,16 @@ class CpuProduct:
             failed = _lib.penstock_code_rows(*given, indices.data_ptr(), rows, out.data_ptr())
         assert not failed, "a number that none of the rows has"
         return out.to(self._dtype)
+
+    def first(self, width: int) -> "CpuProduct":
+        """Return the product with only the first outputs of its single weight, in the same memory. The width must be one at
+        which a panel of every level ends."""
+        (weight,) = self.weights
+        assert isinstance(weight.format, Panels) and width % WIDEST_PANEL == 0
+        other = copy(self)
+        other.weights, other._width = [weight._replace(format=replace(weight.format, width=width))], width
+        other.parts = _csrc.ffi.new("struct penstock_part[]", other._describe(0, -1))
+        return other
 
     def describe(self, projection: Any) -> None:
         """Fill in a struct penstock_projection."""

@@ -57,6 +57,15 @@ class Linear:
         (weight,) = self.weights
         return weight.format.look_up(weight, indices, dtype)
 
+    def first(self, width: int) -> "Linear":
+        """Return a layer with only the first outputs, in the same memory; the layer itself if its weight is packed."""
+        if self.product is not None and len(self.weights) == 1:
+            product = self.product.first(width)
+            return Linear(product.weights, product.bias, self._ops, product)
+        if self.plain is None:
+            return self
+        return Linear([self.weights[0].narrow(0, 0, width)], None, self._ops)
+
     @property
     def plain(self) -> Tensor | None:
         """The single weight if it is unquantized and computed by `ops`, else None."""

@@ -68,6 +68,7 @@ class StateLayout(NamedTuple):
     options_at: int
     spare: int  # index of a number that is never read, where padding stores its tokens
     block_size: int
+    ahead: int = 0  # positions beyond a row's context whose blocks are in its table too
 
 
 class DeviceState:
@@ -79,6 +80,7 @@ class DeviceState:
         block_size: int,
         device: torch.device,
         layout: CacheLayout = CacheLayout(),  # noqa: B008  (immutable)
+        ahead: int = 0,
     ) -> None:
         blocks_at = (num_slots + 1) * width  # of the last slot's tokens only the first is used: the spare number
         # For each attention group the tables of all slots, then the pages that states are read from and written to.
@@ -94,7 +96,7 @@ class DeviceState:
                 "on the GPU, more than 2^31: lower max_num_seqs or max_model_len"
             )
         self.groups = [
-            StateLayout(width, table_at, max_blocks, options_at, num_slots * width, block_size)
+            StateLayout(width, table_at, max_blocks, options_at, num_slots * width, block_size, ahead)
             for table_at in tables_at[:-1]
         ]
         self.offsets, self._num_slots, self._state_pages = self.groups[0], num_slots, layout.state_pages

@@ -16,6 +16,7 @@ from penstock.executor.kernels import UNGATED, Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.models.attention import GroupedAttention, heads_of
+from penstock.executor.models.draft_layer import DRAFT_VOCABULARY, DraftInputs
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts, ExpertsBeside, MoeMlp
@@ -74,6 +75,8 @@ class Decoder:
         self.num_layers = len(self.cache.layers)  # the first ones: with own pages or a state
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(len(spec.layers), lambda index: _Layer(spec, index, weights, ops, tables))
+        self._draft_inputs = DraftInputs(spec, weights, ops) if spec.has_draft_layer else None
+        self._draft_layer = self._layers.pop() if spec.has_draft_layer else None
         rounded = weights.dtype if spec.rounds_scale else torch.float64
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = (
@@ -86,14 +89,17 @@ class Decoder:
         self.adapted = tuple(linear for layer in self._layers for linear in layer.adapted() if is_plain)
         for number, linear in enumerate(self.adapted):
             linear.number = number
-        self._joined = self._join(weights.group)
+        self._joined = self._join(self._layers, weights.group)
+        drafting = [] if self._draft_layer is None else [self._draft_layer]
+        self._joined_draft = self._join(drafting, weights.group, len(self._layers))
         self._inputs = LayerInputs(spec, spec.input_width, weights, ops) if spec.input_width else None
         self._vocabulary = _TokenEmbedding(spec, weights)
 
     @property
     def experts(self) -> list[Experts]:
         """The experts of each MoE layer."""
-        return [layer.experts for layer in self._layers if layer.experts is not None]
+        layers = self._layers if self._draft_layer is None else [*self._layers, self._draft_layer]
+        return [layer.experts for layer in layers if layer.experts is not None]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Return the hidden states of the tokens `batch.output_indices` after the final norm: [W, width of the head]."""
@@ -118,15 +124,38 @@ class Decoder:
             return self._ops.rms_norm(residual, self._norm, self._spec.norm_eps)
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
-    def _join(self, group: RankGroup) -> CpuLayers | None:
-        """Return all layers as one C call, or None if C cannot compute them all. If only some tokens are wanted, the
-        last layer is called separately."""
+    def draft_states(
+        self, next_tokens: Tensor, hidden: Tensor, batch: ForwardBatch, pages: KvPages, output_indices: Tensor | None
+    ) -> Tensor:
+        """Run the draft layer for all tokens of a batch: after the hidden states [T, hidden] that `forward` returned for
+        them, or that the layer itself did, with the token ids [T] that follow them. Return the states [W, hidden] of
+        `output_indices`, whose `logits` predict one token further."""
+        assert self._draft_layer is not None and self._draft_inputs is not None
+        stream = self._draft_inputs(self._vocabulary.rows(next_tokens), hidden)
+        update: Tensor | None
+        if self._joined_draft is not None:
+            update = self._joined_draft(stream, batch, pages, 1)
+            if output_indices is not None:
+                update, stream = update.index_select(0, output_indices), stream.index_select(0, output_indices)
+        else:
+            own = batch.by_layer(self.num_layers)[-1]
+            update, stream = self._draft_layer.forward(None, stream, own, pages[-1], output_indices, None)
+        assert update is not None
+        return self._ops.add_rms_norm(update, stream, self._draft_inputs.output_norm, self._spec.norm_eps)[0]
+
+    def _join(self, layers: "list[_Layer]", group: RankGroup, first: int = 0) -> CpuLayers | None:
+        """Return layers, from the number `first` on, as one C call, or None if C cannot compute them all. If only some tokens
+        are wanted, the last layer is called separately."""
         spec = self._spec
-        dense = [each for layer in self._layers if (each := layer.dense()) is not None]
-        if group.world > 1 or len(dense) < self.num_layers:
+        dense = [each for layer in layers if (each := layer.dense()) is not None]
+        if group.world > 1 or len(dense) < len(layers):
             return None
         sizes = *heads_of(spec.num_heads, spec.num_kv_heads, group), spec.head_dim, spec.norm_eps, spec.attention_scale
-        return join_layers(self._ops, dense, DenseSizes(*sizes, spec.activation, spec.output_gate))
+        return join_layers(self._ops, dense, DenseSizes(*sizes, spec.activation, spec.output_gate), first)
+
+    def draft_logits(self, states: Tensor) -> Tensor | None:
+        """Return logits like `logits`, at least those of the tokens that are worth drafting."""
+        return self._vocabulary.draft_logits(states)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
@@ -159,6 +188,9 @@ class _TokenEmbedding:
         self._last = end - self._first - 1
         head = Matrix("lm_head", self._size, "rows")
         self._head = self._table if spec.tied_head else weights.linear(width, head)
+        self._draft_head = self._head
+        if spec.has_draft_layer and self._size > DRAFT_VOCABULARY and self._group.world == 1:
+            self._draft_head = self._head.first(DRAFT_VOCABULARY)
         self._positions = self._project_in = self._project_out = None
         if spec.num_learned_positions:
             self._positions = weights.tensor("model.embed_positions.weight", (spec.num_learned_positions, hidden))
@@ -168,15 +200,15 @@ class _TokenEmbedding:
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """Return the embeddings of the batch's tokens and, if they are learned, of their positions: [T, hidden]."""
-        rows = self._rows(batch.tokens)
+        rows = self.rows(batch.tokens)
         if self._project_in is not None:
             rows = self._project_in(rows)
         if self._positions is not None:
             rows = rows + self._positions.index_select(0, batch.positions + PADDING_ROWS)
         return rows
 
-    def _rows(self, tokens: Tensor) -> Tensor:
-        """[T] -> [T, width]"""
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens [T] alone: [T, width]."""
         if self._group.world == 1:
             return self._table.rows(tokens, self._dtype)
         local = tokens - self._first
@@ -191,6 +223,9 @@ class _TokenEmbedding:
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, width] -> [S, size] on the first rank, None on the others."""
         return self._group.gather_columns(self._head(hidden), self._size)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor | None:
+        return self.logits(hidden) if self._draft_head is self._head else self._draft_head(hidden)
 
 
 def cache_needs(spec: DecoderSpec, dtype: torch.dtype, group: RankGroup) -> CacheNeeds:

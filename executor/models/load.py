@@ -24,6 +24,7 @@ from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.digests import Digests
+from penstock.executor.models.draft_layer import with_draft_layer
 from penstock.executor.models.registry import find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
@@ -119,8 +120,9 @@ def load_model(
     num_positions = config.max_model_len or spec.max_positions
     model = Decoder(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
-        # Additional layers for multi-token prediction (DeepSeek-V3 has one) are not used.
-        ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
+        # Layers for multi-token prediction follow those of the model. They repeat its embeddings and its head.
+        end = len(spec.layers) - spec.has_draft_layer
+        ahead = range(end, end + fields.integer("num_nextn_predict_layers", 0, low=0))
         read.check_all_read(
             ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
         )
@@ -156,6 +158,8 @@ def read_settings(
     fields = Fields(text, where)
     name, read_spec = find_architecture(fields)
     spec = read_spec(fields)
+    if config.draft_tokens:
+        spec = with_draft_layer(spec, fields, None if is_dummy else checkpoint.names())
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"

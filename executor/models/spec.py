@@ -134,6 +134,7 @@ class DecoderSpec:
     input_width: int | None = None
     input_vocab_size: int = 0
     latent: LatentSpec | None = None  # if set, head_dim is the width of a cached position, shared by all heads
+    has_draft_layer: bool = False  # the last of `layers` only drafts tokens (draft_layer.py)
 
     def heads_of(self, index: int) -> LayerHeads:
         """Return the heads of the layer at this index: its own, or the model's."""

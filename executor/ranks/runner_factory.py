@@ -13,6 +13,7 @@ from penstock.executor.models.load import LoadedModel
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.sampling.sampler import Sampler
+from penstock.executor.step.drafting import DraftModel
 from penstock.executor.step.graphs import CHUNK_BUCKETS, MOST_ABSORBED, CudaGraphs, StepGraphs, choose_buckets
 from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import allocate_kv, layer_pages
@@ -65,12 +66,15 @@ class RunnerFactory:
         sampler = Sampler(loaded.spec.vocab_size, config.max_num_seqs, device, ops) if group.is_first else None
         inputs = open_inputs(config, max_model_len, device, self.layout)
         pages, graphs = layer_pages(kv, self.layout), None
+        drafts = DraftModel(model, pages, config, group) if config.draft_tokens else None
         if rows := self.graph_rows:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             tokens = self.graph_tokens(loaded)
-            graphs = StepGraphs(inputs, model, pages, ops, rows, tokens, CudaGraphs, group, adapters)
+            graphs = StepGraphs(inputs, model, pages, ops, rows, tokens, CudaGraphs, group, adapters, drafts)
         transfers, rebalancer = self.transfers, self.rebalancer
-        return ModelRunner(model, pages, sampler, inputs, device, group, transfers, rebalancer, graphs, adapters)
+        return ModelRunner(
+            model, pages, sampler, inputs, device, group, transfers, rebalancer, graphs, adapters, drafts
+        )
 
     def capture(self, runner: ModelRunner) -> int:
         """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""
@@ -96,4 +100,5 @@ def open_inputs(
     sizes, ops = (config.max_num_seqs, max_model_len, config.block_size), select_input_ops(device)
     if ops is None:
         return HostInputs(*sizes, cache_layout)
-    return DeviceInputs(*sizes, config.max_num_batched_tokens, ops, device, cache_layout=cache_layout)
+    most, drafts = config.max_num_batched_tokens, config.draft_tokens
+    return DeviceInputs(*sizes, most, ops, device, cache_layout=cache_layout, draft_tokens=drafts)

@@ -17,6 +17,9 @@ Ranks capture and replay their graphs together. The captured set follows from th
 from the step and its requests' options. All ranks get the same steps in the same order, so the collectives in their
 graphs match. Each bucket runs every collective in its size before the capture, so the communicator is connected.
 
+A draft layer has graphs of its own, which run once a step has sampled. They share the memory of the forward
+pass, whose inputs they read: between the two only draws run, which have another pool.
+
 Where LoRA is enabled, every graph is captured a second time with adapters. It has as many tiles of rows with an adapter
 as any step of its size may need, and those that a step does not use have no rows.
 """
@@ -31,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import KvPages
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.kernels.lora import ROWS, SlotRuns
 from penstock.executor.kernels.state import MAX_SEVERAL
@@ -39,6 +42,7 @@ from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
+from penstock.executor.step.drafting import DraftModel, last_right_rows
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
@@ -94,14 +98,18 @@ class StepGraphs:
         open_pool: Callable[[], CudaGraphs],
         group: RankGroup,
         adapters: AdapterStore | None,
+        drafts: DraftModel | None = None,
     ) -> None:
         """`row_buckets` are the numbers of rows of decode steps, `token_buckets` those of tokens of steps with prompts,
         both ascending."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group
         self._forward_pool, self._draw_pool = open_pool(), open_pool()
-        self._adapters = adapters
+        self._adapters, self._drafts = adapters, drafts
+        self._batch: ForwardBatch | None = None  # of the size that is being captured
         self._decode = [PaddedSize(rows, rows, False) for rows in row_buckets]
+        # Recurrent layers take other kernels for the rows of drafts.
+        self._chains = [each._replace(has_chains=True) for each in self._decode if drafts and inputs.has_states]
         # A row for each slot and one for the padding.
         self._prompts = [PaddedSize(min(inputs.num_slots + 1, tokens), tokens, True) for tokens in token_buckets]
         self._captured: dict[tuple[PaddedSize, bool], _Captured] = {}  # by size, and whether rows have adapters
@@ -110,7 +118,8 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], None]) -> None:
         """Capture all graphs. Nothing else may be in flight."""
-        sizes = [*reversed(self._prompts), *reversed(self._decode)]  # those with prompts are larger
+        # Sizes with prompts are larger.
+        sizes = [*reversed(self._prompts), *reversed(self._chains), *reversed(self._decode)]
         for size in quarters(sizes, len(sizes), "Captured the graphs of {} of {} sizes of steps", progress):
             self._captured[size, False] = self._capture(size, None)
             if self._adapters is not None:
@@ -121,13 +130,15 @@ class StepGraphs:
     def size_for(self, layout: Layout) -> PaddedSize | None:
         """Return the size of the graph that can run the step, or None.
 
-        Every row of a decode step must sample, and no recurrent state may go through several rows."""
+        Every row of a decode step must sample, and few recurrent states may go through several rows."""
         if layout.num_tokens > len(layout.slots):
             sizes = self._prompts
             is_fit = len(layout.slots) - layout.num_single_rows <= MAX_SEVERAL and not layout.has_drafts
         else:
-            sizes = self._decode
-            is_fit = bool(layout.samples.all()) and not (layout.has_drafts and self._inputs.has_states)
+            has_chains = layout.has_drafts and self._inputs.has_states
+            sizes = self._chains if has_chains else self._decode
+            num_several = np.count_nonzero(np.diff(layout.chains()[1]) > 1) if has_chains else 0
+            is_fit = bool(layout.samples.all() and num_several <= MAX_SEVERAL)
         index = bisect_left(sizes, layout.num_tokens, key=lambda size: size.tokens)
         return sizes[index] if is_fit and index < len(sizes) else None
 
@@ -160,6 +171,13 @@ class StepGraphs:
         graph.replay()
         return tokens[:rows], largest[:rows]
 
+    def draft(self, rows: int) -> Tensor:
+        """Draft after the tokens that were sampled for the last `forward`: [R, most]. The next call overwrites them."""
+        assert self._last is not None and self._last.drafts is not None
+        graph, drafts = self._last.drafts
+        graph.replay()
+        return drafts[:rows]
+
     def _capture(self, size: PaddedSize, adapted: SlotRuns | None) -> "_Captured":
         """Capture a size with padding rows only, which read nothing and write to addresses that are never read."""
         self._inputs.send_padded(Layout([]), size)
@@ -168,15 +186,33 @@ class StepGraphs:
             self._draw(*outputs)
         forward, outputs = self._forward_pool.capture(partial(self._compute, size, adapted))
         forward.replay()  # uploads the graph to the device, and computes the input of the draw
-        if size.has_prompts:
-            return _Captured(adapted, forward, outputs, None)
-        draw = self._draw_pool.capture(lambda: self._draw(*outputs))
-        draw[0].replay()
-        return _Captured(adapted, forward, outputs, draw)
+        draw = drafts = None
+        if not size.has_prompts:
+            draw = self._draw_pool.capture(lambda: self._draw(*outputs))
+            draw[0].replay()
+        if self._drafts is not None:
+            self._draft(size, outputs[0])
+            drafts = self._forward_pool.capture(lambda: self._draft(size, outputs[0]))
+            drafts[0].replay()
+        return _Captured(adapted, forward, outputs, draw, drafts)
 
     def _compute(self, size: PaddedSize, adapted: SlotRuns | None) -> tuple[Tensor, RowTensors]:
-        batch, row_tensors = self._inputs.compute_padded(size, self._max_context)
-        return self._model.forward(replace(batch, adapters=adapted), self._pages), without_tokens(row_tensors)
+        self._batch, row_tensors = self._inputs.compute_padded(size, self._max_context)
+        if self._drafts is not None:
+            self._drafts.skip(self._batch)  # until its own graph runs, if it does
+        hidden = self._model.forward(replace(self._batch, adapters=adapted), self._pages)
+        return hidden, without_tokens(row_tensors)
+
+    def _draft(self, size: PaddedSize, hidden: Tensor) -> Tensor:
+        """Draft after the tokens that the step has sampled."""
+        assert self._drafts is not None and self._batch is not None
+        slots, next_tokens, counts = self._inputs.before_drafts(size.rows, self._batch.positions)
+        rows = None
+        if size.has_prompts:  # whose rows have no drafts
+            rows = torch.arange(size.rows, device=hidden.device)
+        else:
+            counts = counts * last_right_rows(self._batch, slots, next_tokens)
+        return self._drafts.draft(self._batch, hidden, next_tokens, rows, counts, self._drafts.most)
 
     def _draw(self, hidden: Tensor, row_tensors: RowTensors) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden)
@@ -202,3 +238,4 @@ class _Captured(NamedTuple):
     forward: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, RowTensors]  # results of `forward`, inputs of `draw`
     draw: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None  # and its results; only for decode steps
+    drafts: tuple[torch.cuda.CUDAGraph, Tensor] | None  # of the draft layer, if the model has one

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.executor.batch import Chains, ForwardBatch, StateBatch
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.kernels.state import DeviceState, PackedStep
+from penstock.executor.kernels.state import HEADER, DeviceState, PackedStep
 from penstock.executor.protocol import Row, Sampling
 from penstock.executor.staging import send
 from penstock.executor.step.layout import Layout
@@ -49,6 +49,7 @@ class PaddedSize(NamedTuple):
     rows: int
     tokens: int
     has_prompts: bool
+    has_chains: bool = False  # recurrent layers see the rows of a request as one
 
 
 def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
@@ -121,7 +122,7 @@ class HostInputs:
         if is_skipped is not None:  # positions that must not be written again go to block 0
             blocks = np.where(is_skipped, 0, blocks)
         kv_cells = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
-        return kv_cells, _tensor(table[layout.slots, : -(-int(layout.context_lens.max()) // size)], np.int32)
+        return kv_cells, _tensor(table[layout.slots, : -(-layout.longest // size)], np.int32)
 
     def _state_batch(self, layout: Layout) -> StateBatch | None:
         if not self._states.shape[2]:
@@ -144,14 +145,18 @@ class DeviceInputs:
         device: torch.device,
         payload: int = PAYLOAD,
         cache_layout: CacheLayout = ONE_GROUP,
+        draft_tokens: int = 0,
     ) -> None:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
         self.num_slots, self.block_size, self._group_of = num_slots, block_size, cache_layout.group_of
-        self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device, cache_layout)
+        self._state = DeviceState(
+            num_slots, self.width, max_blocks, block_size, device, cache_layout, ahead=max(0, draft_tokens - 1)
+        )
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
-        # Numbers per row: five if it samples; per token: one if its hidden state is needed; per run: three and its content.
-        size = PackedStep.size(num_slots) + num_slots + max_tokens + 4 * payload
+        # Numbers per row: five if it samples, and three of drafts; per token: one if its hidden state is needed; per run: three
+        # and its content.
+        size = PackedStep.size(num_slots) + 4 * num_slots + 5 + max_tokens + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
 
@@ -186,7 +191,7 @@ class DeviceInputs:
         packed = PackedStep(self._packed, rows)
         sampled = packed.more(0, len(samples)).long()
         indices = None if has_all else packed.more(len(samples), len(output_indices)).long()
-        longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
+        longest, width = int(layout.counts.max()), -(-layout.longest // self.block_size)
         row_tensors, others = self._prepare(rows, layout.num_tokens, longest, width)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in row_tensors.draw())
         states = self._state_batch(rows)
@@ -198,23 +203,28 @@ class DeviceInputs:
 
     def send_padded(self, layout: Layout, size: PaddedSize) -> None:
         """Send the rows of a step, padded to `size`; the header's row count excludes the padding. Every padding row has
-        a token as long as there are any, and the last one the rest. With prompts, the rows that sample and their last
-        tokens follow, for `select_samples`."""
+        a token as long as there are any, and the last one the rest. The numbers of drafts that the rows ask for follow, then
+        with prompts the rows that sample and their last tokens, for `select_samples`, or the chains."""
         real, spare = len(layout.slots), np.zeros(size.rows - len(layout.slots), dtype=np.int64)
         ends = np.minimum(layout.num_tokens + 1 + np.arange(len(spare)), size.tokens)
         ends[-1:] = size.tokens
         columns = [part for column in (layout.slots, layout.starts, layout.write_from) for part in (column, spare)]
         singles = layout.num_single_rows
-        parts = [[real, singles, real - singles, 0], layout.query_starts, ends, *columns]
+        parts = [[real, singles, real - singles, 0], layout.query_starts, ends, *columns, layout.drafts, spare]
         if size.has_prompts:
             samples = np.flatnonzero(layout.samples)
             parts += [samples, layout.query_starts[samples + 1] - 1]
+        if size.has_chains:
+            firsts, starts = layout.chains()
+            several, left = int(np.count_nonzero(np.diff(starts) > 1)), size.rows - len(firsts)
+            ends = np.minimum(layout.num_tokens + 1 + np.arange(left), size.tokens)
+            parts += [[len(firsts), len(firsts) - several, several, 0], starts, ends, firsts, np.zeros(left, np.int64)]
         self._send(parts)
 
     def compute_padded(self, size: PaddedSize, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """Return the batch of the rows sent last, with block tables as wide as any step needs. Padding has context 0
         and writes to block 0."""
-        rows, tokens, has_prompts = size
+        rows, tokens, has_prompts, _ = size
         row_tensors, others = self._prepare(rows, tokens, tokens if has_prompts else 1, self._state.offsets.max_blocks)
         batch = ForwardBatch(
             *self._tensors(row_tensors),
@@ -236,13 +246,37 @@ class DeviceInputs:
                 single_contexts=torch.where(batch.query_starts.diff() == 1, batch.context_lens, 0),
                 row_counts=PackedStep(self._packed, rows).row_counts,
             )
+        if size.has_chains:
+            chains, states = self._padded_chains(rows)
+            batch = replace(batch, chains=chains, states=states)
         return batch, row_tensors
+
+    def _padded_chains(self, rows: int) -> tuple[Chains, StateBatch]:
+        """Return the chains of the step sent last, and their states. Chains of the padding read and write page 0. All are
+        copies, which kernels need for the same reason as in `_state_batch`."""
+        packed = PackedStep(self._packed, rows).more(rows, HEADER + 1 + 2 * rows)
+        counts, starts, firsts = (part.clone() for part in packed.split((HEADER, rows + 1, rows)))
+        is_real, states = torch.arange(rows, device=firsts.device) < counts[0], self._state_batch(rows)
+        assert states is not None
+        read, write, is_new = (each.index_select(0, firsts) for each in states)
+        read, write = (torch.where(is_real[:, None], each, 0) for each in (read, write))
+        return Chains(starts, 0, (rows, *(0,) * (rows - 1)), counts), StateBatch(read, write, is_new | ~is_real)
 
     def select_samples(self, rows: int, num_samples: int, hidden: Tensor, inputs: RowTensors) -> tuple[Samples, Tensor]:
         """Return the inputs of sampling and its hidden states as copies, for the rows that `send_padded` sent last."""
-        sampled, last = PackedStep(self._packed, rows).more(0, 2 * num_samples).long().view(2, num_samples)
+        sampled, last = PackedStep(self._packed, rows).more(rows, 2 * num_samples).long().view(2, num_samples)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in inputs.draw())
         return Samples(inputs.targets.index_select(0, sampled), drawn), hidden.index_select(0, last)
+
+    def before_drafts(self, rows: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the slots [rows] of the rows that `send_padded` sent last, the tokens after those at their `positions` [T],
+        and how many drafts each row asks for, [rows] int32; 0 for the padding."""
+        packed = PackedStep(self._packed, rows)
+        tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        row_of = torch.searchsorted(packed.query_starts[1:], tokens, right=True)
+        slots = packed.columns[0]
+        following = slots.index_select(0, row_of) * self.width + positions + 1
+        return slots, self.tokens.view(-1).index_select(0, following), packed.more(0, rows)
 
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
         """Call `InputOps.prepare` for each attention group; of later groups only the block-related tensors are kept."""

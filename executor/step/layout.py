@@ -14,8 +14,8 @@ class Layout:
 
     def __init__(self, rows: list[Row], adapters: np.ndarray | None = None) -> None:
         """`adapters` [slots]: with them, rows with equally many tokens are grouped by adapter."""
-        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
-        columns = columns.reshape(-1, 5)
+        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample, r.drafts) for r in rows], dtype=np.int64)
+        columns = columns.reshape(-1, 6)
         self.has_drafts = len({row.slot for row in rows}) < len(rows)
         self.order = np.arange(len(rows))
         if self.has_drafts or adapters is not None or (columns[1:, 2] < columns[:-1, 2]).any():
@@ -25,7 +25,7 @@ class Layout:
             ranked = (is_drafted, counts) if adapters is None else (adapters[slots], is_drafted, counts)
             self.order = np.lexsort((slots * is_drafted, *ranked))
             columns = columns[self.order]
-        self.slots, self.starts, self.counts, self.write_from, samples = np.ascontiguousarray(columns.T)
+        self.slots, self.starts, self.counts, self.write_from, samples, self.drafts = np.ascontiguousarray(columns.T)
         self.samples = samples.astype(bool)
         self.num_single_rows = int(np.count_nonzero(self.counts == 1))
         self.context_lens = self.starts + self.counts
@@ -37,6 +37,11 @@ class Layout:
         else:
             self.row_of = np.repeat(np.arange(len(rows)), self.counts)  # [T]
             self.positions = np.arange(self.num_tokens) - (self.query_starts[:-1] - self.starts)[self.row_of]
+
+    @property
+    def longest(self) -> int:
+        """The end of the longest context, with the positions of drafts."""
+        return int((self.context_lens + np.maximum(self.drafts - 1, 0)).max())
 
     def chains(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first row of each slot, and the start of its tokens, followed by the total number of tokens."""

@@ -7,20 +7,22 @@ any result of an earlier step on the host; `finish` waits for the results. `Pool
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 
-from penstock.executor.batch import KvPages
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.models.decoder import Decoder
-from penstock.executor.outbox import Outbox
+from penstock.executor.outbox import HostCopy, Outbox
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
+from penstock.executor.step.drafting import DraftModel, last_right_rows
 from penstock.executor.step.graphs import StepGraphs
 from penstock.executor.step.inputs import Inputs, PaddedSize, Samples
 from penstock.executor.step.layout import Layout
@@ -74,6 +76,8 @@ class LaunchedStep:
     sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
     unsampled: tuple[Layout, Samples, torch.Tensor] | None = None  # a step whose logits [S, vocabulary] wait for masks
+    draft: Callable[[], None] | None = None  # runs the draft layer, once the step's tokens are sampled
+    drafted: tuple[list[int], HostCopy] | None = None  # rows that asked for drafts, and these
 
 
 class ModelRunner:
@@ -89,11 +93,12 @@ class ModelRunner:
         rebalancer: Rebalancer | None = None,
         graphs: StepGraphs | None = None,
         adapters: AdapterStore | None = None,
+        drafts: DraftModel | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._adapters = graphs, adapters
+        self._graphs, self._adapters, self._drafts = graphs, adapters, drafts
         # Adapter numbers of the store, by slot.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
@@ -102,6 +107,11 @@ class ModelRunner:
         self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … that need every token's hidden state
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # only needs a draw; every rank must know, one samples
         self._finished_s = 0.0  # when the last step did
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most drafts that a row may ask for."""
+        return 0 if self._drafts is None else self._drafts.most
 
     def capture_graphs(self, progress: Callable[[str], None]) -> None:
         """Capture all graphs before the first step."""
@@ -119,7 +129,7 @@ class ModelRunner:
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
-        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {})
+        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {}, {})
         launched = LaunchedStep(step, time.monotonic(), result, any(row.masked for row in step.rows))
         if self._transfers is not None:
             self._transfers.begin(step.transfers, written_blocks(step.rows, self._inputs.block_size))
@@ -158,6 +168,11 @@ class ModelRunner:
                 result.tokens[row] = token
             result.logprobs.update({rows[index]: value for index, value in found.items()})
             result.errors.update({rows[index]: text for index, text in failed.items()})
+        if launched.drafted is not None:
+            asking, host_copy = launched.drafted
+            (drafts,) = host_copy.wait()
+            for row, tokens in zip(asking, drafts.tolist(), strict=True):
+                result.drafts[row] = tokens[: launched.step.rows[row].drafts]
         for row in result.errors:
             result.tokens[row] = -1
         # A step that was launched while another ran begins when that one ends.
@@ -188,40 +203,86 @@ class ModelRunner:
 
     def _compute(self, layout: Layout, launched: LaunchedStep) -> None:
         asks = self._asks_more[layout.slots].any()
+        # Without drafts to come, the layer only has to know prompts: where it stays idle for long, drafts are not worth it.
+        has_prompts = layout.num_tokens > len(layout.slots)
+        drafts = self._drafts if has_prompts or layout.drafts.any() else None
         adapter_numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
         adapter_numbers = None if adapter_numbers is None or not adapter_numbers.any() else adapter_numbers
         if self._graphs is not None and not asks and (size := self._graphs.size_for(layout)):
             self._graphs.forward(size, layout, adapter_numbers)
+            if drafts is not None:
+                launched.draft = partial(self._draft_by_graph, self._graphs, layout, launched)
             self._sample_by_graph(self._graphs, size, layout, launched)
             return
         last = layout.query_starts[1:] - 1
         output_indices = self._output_indices(layout) if asks else last[layout.samples]
+        if drafts is not None:
+            output_indices = np.arange(layout.num_tokens)
         batch, ends = self._inputs.prepare(layout, output_indices)
         if self._adapters is not None and adapter_numbers is not None:
             adapters, output_adapters = self._adapters.of_step(adapter_numbers, layout.query_starts, output_indices)
             batch = replace(batch, adapters=adapters, output_adapters=output_adapters)
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
+        if drafts is not None:
+            launched.draft = partial(self._draft, drafts, layout, batch, hidden, launched)
+        elif self._drafts is not None:
+            self._drafts.skip(batch)
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
                 first, end = np.searchsorted(output_indices, layout.query_starts[row : row + 2]).tolist()
                 self._answer_more(layout, row, hidden[first:end], launched)
+        if len(output_indices) > np.count_nonzero(layout.samples):
             hidden = hidden[send(np.searchsorted(output_indices, last[layout.samples]), self._device)]
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
+        elif launched.draft is not None:
+            launched.draft()
+
+    def _draft(
+        self, drafts: DraftModel, layout: Layout, batch: ForwardBatch, hidden: torch.Tensor, launched: LaunchedStep
+    ) -> None:
+        """Run the draft layer over a step's tokens, which have all been sampled, and draft where rows ask for it."""
+        at = layout.slots[layout.row_of] * self._inputs.width + layout.positions + 1
+        next_tokens = self._inputs.tokens.view(-1).index_select(0, send(at, self._device))
+        rows, may_draft = np.flatnonzero(layout.drafts), None
+        if layout.has_drafts:
+            may_draft = last_right_rows(batch, send(layout.slots, self._device), next_tokens)
+            if self._device.type == "cpu":  # a GPU does not wait to know which rows these are
+                rows = rows[may_draft.numpy()[rows]]
+        asked = layout.drafts[rows]
+        on_device, counts = send(rows, self._device), send(asked, self._device)
+        if may_draft is not None:
+            counts = counts * may_draft.index_select(0, on_device)
+        batch = replace(batch, adapters=None, output_adapters=None)
+        tokens = drafts.draft(batch, hidden, next_tokens, on_device, counts, int(asked.max(initial=0)))
+        self._post_drafts(layout, rows, tokens, launched)
+
+    def _draft_by_graph(self, graphs: StepGraphs, layout: Layout, launched: LaunchedStep) -> None:
+        self._outbox.hold()  # the graph overwrites the drafts of the last step
+        tokens, rows = graphs.draft(len(layout.slots)), np.flatnonzero(layout.drafts)
+        self._post_drafts(layout, rows, tokens.index_select(0, send(rows, self._device)), launched)
+
+    def _post_drafts(self, layout: Layout, rows: np.ndarray, tokens: torch.Tensor, launched: LaunchedStep) -> None:
+        """Send the drafts of these rows to the host, on the rank that reports the results."""
+        if len(rows) and self._sampler is not None:
+            launched.drafted = layout.order[rows].tolist(), self._outbox.send([tokens])
 
     def _sample_by_graph(self, graphs: StepGraphs, size: PaddedSize, layout: Layout, launched: LaunchedStep) -> None:
         """Sample after a graph's forward pass: by another graph if all rows of a decode step need only a draw."""
         if size.has_prompts or launched.is_masked or not self._is_plain[layout.slots].all():
             if layout.samples.any():
                 self._sample(layout, *graphs.results(size, layout), launched)
+            elif launched.draft is not None:
+                launched.draft()
             return
         self._outbox.hold()  # the graph overwrites the tokens of the last step
         tokens, largest = graphs.sample(len(layout.slots))
-        if self._sampler is None:  # the first rank reports the results
-            return
-        launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])
-        launched.sampled.post(self._outbox)
-        launched.sampled_rows = layout.order.tolist()
+        if self._sampler is not None:  # the first rank reports the results
+            launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])
+            launched.sampled.post(self._outbox)
+            launched.sampled_rows = layout.order.tolist()
+        if launched.draft is not None:
+            launched.draft()
 
     def _output_indices(self, layout: Layout) -> np.ndarray:
         """Return ascending indices of tokens whose hidden state is needed, if some rows ask for more than a sample."""
@@ -295,6 +356,8 @@ class ModelRunner:
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         self._inputs.put(ends.targets, self._group.broadcast(tokens))
+        if launched.draft is not None:
+            launched.draft()
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:

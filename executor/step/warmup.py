@@ -61,7 +61,7 @@ def warm_up(
 def run_step(
     runner: ModelRunner, parts: list[Share], longest: int, vocab_size: int, adapter: str | None = None
 ) -> None:
-    launched = runner.launch(_make_step(parts, longest, adapter))
+    launched = runner.launch(_make_step(parts, longest, adapter, runner.draft_tokens))
     if launched.unsampled is not None:
         rows = np.array([row for row, part in enumerate(parts) if part.is_masked], dtype=np.int32)
         words = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)  # everything is allowed
@@ -118,7 +118,7 @@ def _split(total: int, most: int) -> list[int]:
     return [min(most, total - first) for first in range(0, total, most)]
 
 
-def _make_step(parts: list[Share], longest: int, adapter: str | None) -> Step:
+def _make_step(parts: list[Share], longest: int, adapter: str | None, draft_tokens: int) -> Step:
     admissions, rows = [], []
     for slot, part in enumerate(parts):
         # Every computed position has a next prompt token, unless the request would become too long.
@@ -136,5 +136,7 @@ def _make_step(parts: list[Share], longest: int, adapter: str | None) -> Step:
             )
         )
         sample = part.samples and part.pooling is None
-        rows.append(Row(slot, part.context - part.num_tokens, part.num_tokens, sample, masked=part.is_masked))
+        drafts = min(draft_tokens, 1 + longest - part.context) if sample else 0
+        start = part.context - part.num_tokens
+        rows.append(Row(slot, start, part.num_tokens, sample, masked=part.is_masked, drafts=drafts))
     return Step(0, admissions, rows)

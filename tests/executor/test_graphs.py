@@ -86,7 +86,7 @@ def pretend_a_gpu(
 
 def open_small(
     monkeypatch: pytest.MonkeyPatch,
-    case: str = "qwen3",
+    case: str | Path = "qwen3",
     recorder: Recorder | None = None,
     chunks: tuple[int, ...] = (),
     **options: Any,

@@ -50,6 +50,7 @@ def prepare(
     _prepare[rows, triton.cdiv(max(longest, table_width), PER_PROGRAM.value)](
         *(packed, state, *made),
         *(rows, table_width, layout.width, layout.blocks_at, layout.max_blocks, layout.options_at, layout.spare),
+        layout.ahead,
         PAGE=layout.block_size,
         num_warps=4,
     )
@@ -114,6 +115,7 @@ def _prepare(
     max_blocks,
     options_at,
     spare,
+    ahead,
     PAGE: tl.constexpr,
 ):
     """Gather the inputs of one row: a chunk of its tokens and of its block table per program."""
@@ -138,7 +140,8 @@ def _prepare(
     tl.store(positions_ptr + begin + place, position, mask=inside)
     tl.store(kv_cells_ptr + begin + place, block.to(tl.int64) * PAGE + position % PAGE, mask=inside)
 
-    used = tl.load(table_ptr + place, mask=place < tl.cdiv(context, PAGE), other=0)
+    num_blocks = tl.where(is_real, tl.cdiv(context + ahead, PAGE), 0)
+    used = tl.load(table_ptr + place, mask=place < tl.minimum(num_blocks, table_width), other=0)
     tl.store(tables_ptr + row.to(tl.int64) * table_width + place, used, mask=place < table_width)
 
     if tl.program_id(1) == 0:

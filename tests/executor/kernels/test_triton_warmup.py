@@ -4,6 +4,7 @@ Whole small models call the launchers of the kernels. Nothing is interpreted: a 
 compute the numbers, so that there is time for steps of every size.
 """
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.engine.config import SchedulerConfig
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
@@ -28,6 +29,7 @@ from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import packed_models, small_models
 from tests.support.adapters import Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with
+from tests.support.draft_models import draft_model
 from tests.support.driver import GREEDY, Driver
 from tests.support.refusals import hardest
 from tests.support.simulation import Simulation, submit
@@ -87,7 +89,7 @@ def open_on_kernels(
 
     def open_inputs(config: ExecutorConfig, longest: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
         sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
-        return DeviceInputs(*sizes, inputs, device, cache_layout=layout)
+        return DeviceInputs(*sizes, inputs, device, cache_layout=layout, draft_tokens=config.draft_tokens)
 
     pretend_a_gpu(monkeypatch, lambda: recorder, (32, TOKENS))
     monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
@@ -125,13 +127,18 @@ def run_prompts(executor: UniprocExecutor, lengths: Iterable[int], adapter: str 
 
 
 def run_traffic(
-    executor: UniprocExecutor, rng: np.random.Generator, num_rows: int, adapters: SomeAdapters = (None,)
+    executor: UniprocExecutor,
+    rng: np.random.Generator,
+    num_rows: int,
+    adapters: SomeAdapters = (None,),
+    drafts: SpeculativeConfig | None = None,
 ) -> None:
     """Let requests of every kind come at once and end one by one, then come one by one and share small steps, some behind
     a cached prefix; then run rows with masks."""
     texts = rng.integers(0, 160, (3, LONGEST)).tolist()
     for max_tokens, most_steps in ((executor.info.max_num_batched_tokens, 1), (40, 3)):
-        world = Simulation(executor, SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=max_tokens))
+        limits: dict[str, Any] = {"max_num_seqs": num_rows, "max_num_batched_tokens": max_tokens}
+        world = Simulation(executor, SchedulerConfig(**limits, speculative_config=drafts))
         for number in range(num_rows + 2):
             prompt = texts[rng.integers(3)][: int(rng.choice([1, 2, 5, 40, 180]))]
             options: dict[str, Any] = {"sampling": any_sampling(rng), "adapter": adapters[rng.integers(len(adapters))]}
@@ -151,25 +158,30 @@ def in_eight_bits(case: str) -> Path:
     return packed_models.folders(case)[0]
 
 
+def with_draft_layer(case: str) -> Path:
+    return draft_model(case, Path(tempfile.mkdtemp()) / case).path
+
+
 RECURRENT = ("lfm2", "qwen3.5", "granite4-mamba")
 CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     **{name: (small_models.folder, name, {}) for name in ("qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite")},
     "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
     "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
+    **{f"{name} with drafts": (with_draft_layer, name, {"draft_tokens": 2}) for name in ("qwen3.5", "deepseek-v3")},
 }
 
 
 # Between them these have every kernel.
-FAST = ("qwen3", "qwen3-moe", "deepseek-v3 in eight bits", "qwen3.5")
+FAST = ("qwen3", "qwen3-moe", "deepseek-v3 in eight bits", "qwen3.5 with drafts")
 
 
 @pytest.mark.parametrize("case", hardest(CASES, *FAST))
 def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
-    if case in RECURRENT:  # their twins go from token to token, and nothing of theirs is chosen by a size
-        lengths = [1, 2, 17, 65]
     folder, name, options = CASES[case]
+    lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
+    if name in RECURRENT:  # their twins go from token to token, and nothing of theirs is chosen by a size
+        lengths = [1, 2, 17, 65]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder, enforce_eager = Recorder(), case == "qwen3"
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
@@ -178,7 +190,8 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
     num_graphs, num_variants = len(recorder.graphs), len(variants())
     assert num_variants and (num_graphs == 0) == enforce_eager
     run_prompts(executor, lengths)
-    run_traffic(executor, np.random.default_rng(0), ROWS)
+    drafts = SpeculativeConfig(method="mtp") if "draft_tokens" in options else None
+    run_traffic(executor, np.random.default_rng(0), ROWS, drafts=drafts)
     assert variants()[num_variants:] == [] and len(recorder.graphs) == num_graphs
 
 

@@ -15,7 +15,7 @@ def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest
 def prepare(
     packed: Tensor, state: Tensor, layout: StateLayout, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
-    width, blocks_at, max_blocks, options_at, spare, block_size = layout
+    width, blocks_at, max_blocks, options_at, spare, block_size, ahead = layout
     step = PackedStep(packed, rows)
     starts = step.query_starts
     row = torch.arange(rows, device=packed.device)
@@ -33,7 +33,7 @@ def prepare(
     kv_cells = torch.where(is_written, blocks, 0) * block_size + positions % block_size
     index = torch.arange(table_width, device=packed.device)
     tables = state[blocks_at + slot[:, None] * max_blocks + index.clamp(max=max_blocks - 1)]
-    tables = torch.where(index < -(-contexts // block_size)[:, None], tables, 0)
+    tables = torch.where(index < -(-(contexts + ahead) // block_size)[:, None], tables, 0)
     options = state[options_at + slot[:, None] * OPTIONS + torch.arange(OPTIONS, device=packed.device)]
     options = torch.where(is_real[:, None], options, 0)
     floats = [options[:, place].clone().view(torch.float32) for place in range(3)]  # aligned, as the kernel's are
