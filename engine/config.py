@@ -10,14 +10,17 @@ from msgspec import Meta
 
 from penstock.executor.protocol import ExecutorConfig
 
+MAX_LAYER_DRAFTS = 4  # each costs a pass of the layer and of the head, and is right less often than the one before
 COMPILE_LIMIT_S = 10.0  # of a grammar, since a thread began: much more than any useful one needs on a busy machine
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding with n-grams: draft tokens are those that followed the same text earlier."""
+    """Speculative decoding: draft tokens are those that followed the same text earlier, and with `mtp` also those of the
+    model's own layer for multi-token prediction, where no text was repeated."""
 
-    method: Literal["ngram"]
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # maximum draft tokens per request and step
+    method: Literal["ngram", "mtp"]
+    # Maximum draft tokens per request and step. None: 4 with n-grams, 2 with `mtp`.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # length of the shortest n-gram to search for
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # length of the longest n-gram to search for
     max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # maximum draft tokens of all requests per step
@@ -28,6 +31,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"prompt_lookup_min: {self.prompt_lookup_min} given; it must be at most prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
+        if self.layer_drafts > MAX_LAYER_DRAFTS:
+            raise ValueError(
+                f"num_speculative_tokens: {self.layer_drafts} given; with the method 'mtp' at most {MAX_LAYER_DRAFTS}"
+            )
+
+    @property
+    def most_drafts(self) -> int:
+        """The maximum number of draft tokens per request and step."""
+        return self.num_speculative_tokens or (2 if self.method == "mtp" else 4)
+
+    @property
+    def layer_drafts(self) -> int:
+        """The most that may come from the model's own layer."""
+        return self.most_drafts if self.method == "mtp" else 0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

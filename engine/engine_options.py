@@ -60,7 +60,7 @@ def _option_fields() -> Iterator[tuple[str, Any, Any]]:
     kinds = (ExecutorConfig, SchedulerConfig)
     fields = {field.name: field for kind in kinds for field in msgspec.structs.fields(kind)}
     fields["executor"] = fields.pop("kind")
-    del fields["model"]  # an argument of its own
+    del fields["model"], fields["draft_tokens"]  # an argument of its own, and part of speculative_config
     for name in dict.fromkeys([*flags_of(__name__)["EngineOptions"], *fields]):
         declared, default = fields[name].type, fields[name].default
         kind: Any = TYPES.get(name, Count if declared in (int, int | None) else declared)
@@ -99,6 +99,8 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         values = {name: getattr(checked, name) for name in kept} | {"model": model_path}
         if "executor" in values:
             values["kind"] = values["executor"]
+        if speculative := values.get("speculative_config"):
+            values["draft_tokens"] = speculative.layer_drafts
         config = EngineConfig(
             executor=ExecutorConfig(**_fields_of(ExecutorConfig, values)),
             scheduler=SchedulerConfig(**_fields_of(SchedulerConfig, values)),

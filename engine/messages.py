@@ -124,6 +124,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     is_refusal: bool = False  # with an error: the request itself is invalid
     weights_version: int = 0  # version of the weights that computed `tokens`
+    num_drafted: int = 0  # number of `tokens` that were drafts
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -145,6 +146,7 @@ class Stats(msgspec.Struct, array_like=True):
     num_drafts: int = 0  # rows with draft tokens …
     draft_tokens: int = 0  # … draft tokens in all …
     accepted_tokens: int = 0  # … and draft tokens that were accepted
+    accepted_at: list[int] = []  # the same by their place among the drafts of a row
     tiers: dict[str, dict[str, float]] = {}  # gauges and counters of "host", "disk", …; not with every step
     experts: ExpertUpdate | None = None  # set if experts are rebalanced
 

@@ -33,7 +33,7 @@ REACHED = {
     "cached tokens": "vllm:prefix_cache_hits_total",
     "kept tokens": "llamacpp:prompt_tokens_cached_total",
     "restored blocks": "penstock:kv_tier_loaded_blocks_total",
-    "accepted drafts": "penstock:spec_accepted_tokens_total",
+    "accepted drafts": "vllm:spec_decode_num_accepted_tokens_total",
 }
 
 

@@ -1,13 +1,19 @@
-"""Speculative decoding with n-grams: draft tokens are those that followed the same text earlier in a request.
+"""Speculative decoding: draft tokens are those that followed the same text earlier in a request, else those of the model's
+own draft layer, if it has one and `SpeculativeConfig` asks for it.
 
-If the last tokens of a request occur earlier in it, the step has, beside the row of its last token, one row for each
-draft token. Each row samples as usual, and `DraftRows.accepted` selects the rows that were computed with the sampled tokens.
-So drafts change the cost of a step and the number of tokens it yields, never the tokens. The scheduler calls this.
+Where there are drafts, the step has, beside the row of a request's last token, one row for each draft token. Each row
+samples as usual, and `DraftRows.accepted` selects the rows that were computed with the sampled tokens. So drafts change
+the cost of a step and the number of tokens it yields, never the tokens. The scheduler calls this.
 """
 
 from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
+
+import msgspec
 
 from penstock._csrc import ffi, lib
 from penstock.engine.config import SpeculativeConfig
@@ -16,6 +22,9 @@ from penstock.engine.core.request import Request
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import Row, StepResult
 
+MARGIN = 1.05  # by which drafts of the layer must be faster than none, so that noise does not decide
+PLAIN_STEPS = 3  # measured steps without drafts of the layer, before there are any
+PERIOD = 100  # of so many steps, two do the opposite of what pays, to measure its cost again
 WINDOW = 1 << 15  # tokens at a request's end that are searched
 LEAST_TRUST = -2
 
@@ -44,36 +53,85 @@ class NoDrafter:
     def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:  # noqa: ARG002
         return [], {}
 
-    def choose_drafts(self, request: Request, num_new: int, sent: DraftRows | None, num_running: int) -> None:
+    def choose_drafts(
+        self, request: Request, num_new: int, sent: DraftRows | None, num_running: int, drafted: Sequence[int] | None
+    ) -> None:
         pass
+
+    def note_cost(self, rows: Sequence[Row], num_requests: int, now_s: float) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class StepCost:
+    """The measured times of steps without prompts, of about equally many requests."""
+
+    plain_s: float = 0.0  # mean of the last ones without drafts of the layer
+    drafted_s: float = 0.0  # mean of the last ones that ask for drafts; 0: none yet
+    num_plain: int = 0
+
+    def note(self, is_drafted: bool, elapsed_s: float) -> None:
+        """Take in a time; one far beyond the others, as a busy machine causes, counts as twice their mean."""
+        before_s = self.drafted_s if is_drafted else self.plain_s
+        mean_s = before_s + (min(elapsed_s, 2 * before_s) - before_s) / 8 if before_s else elapsed_s
+        if is_drafted:
+            self.drafted_s = mean_s
+        else:
+            self.plain_s = mean_s
+            self.num_plain += 1
+
+    def pays(self, num_accepted: float) -> bool:
+        """Tell whether so many accepted drafts a step pay for their cost, as far as it is known."""
+        if self.num_plain < PLAIN_STEPS:
+            return False
+        return not self.drafted_s or (1 + num_accepted) * self.plain_s > MARGIN * self.drafted_s
 
 
 class Drafter(NoDrafter):
     """Decides which requests get drafts, and how many. The state per request is stored in the request.
 
-    `draft_trust` rises with correct predictions and falls with wrong ones. Below 1, predictions are only compared with
-    the sampled tokens, which costs nothing; each level from 1 on doubles the number of drafts.
+    `draft_trust` rises with correct predictions of repeated text and falls with wrong ones. Below 1, predictions are only
+    compared with the sampled tokens, which costs nothing; each level from 1 on doubles the number of drafts.
+
+    Drafts of the layer cost as much whether they are right or not. `layer_trust` is the mean number of right ones in the
+    steps that had or asked for some: the layer drafts for a request as long as that pays for what such steps cost.
     """
 
     def __init__(self, config: SpeculativeConfig, block_size: int, max_rows: int, stats: Stats, kv: Kv) -> None:
         """`max_rows`: maximum number of rows in a step, including those of drafts."""
         self._config, self._block_size, self._max_rows = config, block_size, max_rows
         self._stats, self._kv = stats, kv
-        self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
+        self._most_trust = 1 + (config.most_drafts - 1).bit_length()
+        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by the bits of the number of requests
+        self._num_steps = 0
+        self._noted_s = 0.0  # when the last result came
 
-    def choose_drafts(self, request: Request, num_new: int, sent: DraftRows | None, num_running: int) -> None:
+    def choose_drafts(
+        self, request: Request, num_new: int, sent: DraftRows | None, num_running: int, drafted: Sequence[int] | None
+    ) -> None:
         """Choose the drafts that follow the `num_new` tokens of a row; `sent` are the drafts that the row had, if
-        any."""
-        is_expected = self._follow(request, num_new)
+        any, and `drafted` those of the layer; None: the row did not ask for any."""
+        is_expected, num_accepted = self._follow(request, num_new), num_new - 1
         trust = request.draft_trust
-        if sent is not None:
-            num_sent, num_accepted = len(sent.tokens), num_new - 1
+        if drafted is not None or (
+            sent is not None and request.has_layer_drafts
+        ):  # also without any: the layer has run
+            request.layer_trust += (num_accepted - request.layer_trust) / 4
+        if drafted is not None:
+            request.awaits_drafts = False
+        if sent is not None and not request.has_layer_drafts:
+            num_sent = len(sent.tokens)
             trust += 1 if num_accepted == num_sent else -1 if 2 * num_accepted < num_sent else 0
         elif is_expected is not None:
             trust += -1 if not is_expected else trust < 1
         request.draft_trust = max(LEAST_TRUST, min(trust, self._most_trust))
         room = min(self._config.max_draft_rows, self._max_rows - num_running)
-        request.drafts = self._expected(request, room) if request.draft_trust > 0 else ()
+        # The request's last token is never computed, nor is a stop token.
+        room = max(0, min(room, request.max_tokens - request.num_outputs - request.num_pending - 1))
+        repeated = self._expected(request, room) if request.draft_trust > 0 else []
+        drafts = takewhile(lambda token: token not in request.stop_ids, repeated or (drafted or ())[:room])
+        request.drafts = tuple(drafts)
+        request.has_layer_drafts = bool(request.drafts) and not repeated
 
     def _follow(self, request: Request, num_new: int) -> bool | None:
         """Track the earlier occurrence of the text; return whether it predicted the new tokens, None if it predicted
@@ -88,16 +146,13 @@ class Drafter(NoDrafter):
             request.draft_index = find_repeat(tokens, self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         return is_expected
 
-    def _expected(self, request: Request, room: int) -> tuple[int, ...]:
+    def _expected(self, request: Request, room: int) -> list[int]:
         if request.draft_index < 0:
-            return ()
-        # The request's last token is never computed, nor is a stop token.
-        left = request.max_tokens - request.num_outputs - request.num_pending - 1
-        count = min(1 << (request.draft_trust - 1), self._config.num_speculative_tokens, left, room)
-        repeated = list(request.tokens[request.draft_index :][: max(0, count)])
+            return []
+        count = min(1 << (request.draft_trust - 1), self._config.most_drafts, room)
+        repeated = list(request.tokens[request.draft_index :][:count])
         period = len(repeated)
-        drafts = [repeated[i % period] for i in range(count)] if repeated else []
-        return tuple(takewhile(lambda token: token not in request.stop_ids, drafts))
+        return [repeated[i % period] for i in range(count)] if repeated else []
 
     def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:
         """Add drafts to planned rows, within `budget` tokens and `spare` pages.
@@ -127,9 +182,52 @@ class Drafter(NoDrafter):
             planned[request] = self._kv.extend_for_drafts(request, row, drafts)
             sent[index] = DraftRows(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, first + i, 1, True) for i in range(len(drafts))]
+        if self._config.layer_drafts:
+            self._ask(planned, rows, sent, spare)
         self._stats.num_drafts += len(sent)
         self._stats.draft_tokens += len(rows)
         return rows, sent
+
+    def _ask(self, planned: dict[Request, Row], rows: list[Row], sent: dict[int, DraftRows], spare: int) -> None:
+        """Ask the layer for the next drafts of the requests for which that pays, as far as there will be room for them. A
+        row and its drafts ask alike."""
+        self._num_steps += 1
+        cost, is_trial = self._costs[len(planned).bit_length()], self._num_steps % PERIOD >= PERIOD - 2
+        most, room = self._config.layer_drafts, 0
+        if self._kv.num_pages <= spare:
+            room = min(self._config.max_draft_rows, self._max_rows - len(planned))
+        for index, (request, row) in enumerate(planned.items()):
+            repeats = request.draft_trust > 0 and request.draft_index >= 0
+            if (
+                not (row.sample and request.may_draft)
+                or repeats
+                or cost.pays(min(request.layer_trust, most)) == is_trial
+            ):
+                continue
+            drafts = sent.get(index, DraftRows(len(planned), ()))
+            first, num = drafts.first - len(planned), len(drafts.tokens)
+            end = row.start + row.count + num
+            # Each but the first needs a position behind those of the row and of its drafts. The last token is never computed.
+            positions = len(request.kv.blocks) * self._block_size - end
+            left = request.num_prompt + request.max_tokens - end - 2
+            count = min(most, 1 + positions, left, room)
+            if count <= 0:
+                continue
+            room -= count
+            planned[request] = msgspec.structs.replace(row, drafts=count)
+            request.awaits_drafts = True
+            rows[first : first + num] = [msgspec.structs.replace(each, drafts=count) for each in rows[first:][:num]]
+
+    def note_cost(self, rows: Sequence[Row], num_requests: int, now_s: float) -> None:
+        """Learn from the time since the result of the step before; the rows begin with those of so many requests."""
+        elapsed_s, self._noted_s = now_s - self._noted_s, now_s
+        is_drafted = any(row.drafts for row in rows)
+        # A step that has drafts and asks for none is neither kind, nor is one with a prompt. A row behind a wrong draft has
+        # the right ones again where layers are recurrent.
+        if (is_drafted or len(rows) == num_requests) and all(
+            row.count <= 1 + self._config.layer_drafts for row in rows
+        ):
+            self._costs[num_requests.bit_length()].note(is_drafted, elapsed_s)
 
 
 def find_repeat(tokens: "array[int]", least: int, most: int) -> int:

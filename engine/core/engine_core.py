@@ -194,9 +194,12 @@ def _scheduler_config(config: EngineConfig, info: ModelInfo) -> SchedulerConfig:
     """Return the scheduler's options, without drafts where they cost more than they save."""
     has_graphs = info.device == "cuda" and not config.executor.enforce_eager
     has_states = info.groups[-1].kind == "state"
-    if config.scheduler.speculative_config is None or not (has_graphs and has_states):
+    speculative = config.scheduler.speculative_config
+    if speculative is None or speculative.method == "mtp" or not (has_graphs and has_states):
         return config.scheduler
-    log.warning("speculative_config: drafts are off; with recurrent layers, CUDA graphs have no rows for them")
+    log.warning(
+        "speculative_config: drafts are off; with recurrent layers, CUDA graphs only have rows for those of 'mtp'"
+    )
     return msgspec.structs.replace(config.scheduler, speculative_config=None)
 
 

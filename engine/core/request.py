@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from penstock.engine.config import MAX_LAYER_DRAFTS
 from penstock.engine.core.grammars import GrammarState
 from penstock.engine.messages import FinishReason, Output, Reuse, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
@@ -133,7 +134,10 @@ class Request:
     # Used by engine/core/drafts.py:
     drafts: tuple[int, ...] = ()  # draft tokens; with drafts, no step is planned before the last result
     draft_index: int = -1  # index in `tokens` of the token that is expected next
-    draft_trust: int = 0
+    draft_trust: int = 0  # in repeated text
+    has_layer_drafts: bool = False  # `drafts` come from the model's draft layer
+    awaits_drafts: bool = False  # of the layer; until they are known, no step is planned
+    layer_trust: float = float(MAX_LAYER_DRAFTS)  # mean number of the layer's drafts that were right
 
     def __post_init__(self) -> None:
         sampling = self.message.sampling
@@ -226,6 +230,7 @@ class Request:
         is_refusal: bool = False,
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
+        num_drafted: int = 0,
     ) -> Output:
         """Return the message to the front. The first one also has the prompt's statistics and log-probabilities."""
         is_first, self.has_output = not self.has_output, True
@@ -244,6 +249,7 @@ class Request:
             self.num_preemptions,
             is_refusal,
             self.weights_version,
+            num_drafted,
         )
 
     def check(self, block_size: int) -> None:

@@ -67,6 +67,7 @@ class Scheduler:
         drafts = config.speculative_config
         self._drafter = NoDrafter()
         if drafts is not None:
+            self._stats.accepted_at = [0] * drafts.most_drafts
             self._drafter = Drafter(drafts, info.block_size, config.max_num_seqs, self._stats, self.kv)
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -170,7 +171,7 @@ class Scheduler:
         count = min(ready - request.num_scheduled, plan.budget)
         if count == 0 or request.kv.is_restoring or not request.wants_more:
             return
-        if request.drafts and request.num_pending:
+        if request.num_pending and (request.drafts or request.awaits_drafts):
             return
         end = request.num_scheduled + count
         if end > request.kv.covered_end:  # most rows of one token need no page
@@ -255,6 +256,7 @@ class Scheduler:
         plan = self.in_flight.popleft()
         assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
+        self._drafter.note_cost(plan.step.rows, len(plan.requests), self._clock())
         self.tiers.finish(plan.step, result)
         outputs = []
         for index, (request, row) in enumerate(zip(plan.requests, plan.step.rows, strict=False)):
@@ -277,13 +279,21 @@ class Scheduler:
                 sent = plan.sent.get(index)
                 indices = [index] if sent is None else sent.accepted(result, index)
                 self._stats.accepted_tokens += len(indices) - 1
+                for place in range(len(indices) - 1):
+                    self._stats.accepted_at[place] += 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
-                outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
+                drafted = result.drafts.get(indices[-1], []) if row.drafts else None
+                outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent, drafted))
         self.kv.drop_replaced()
         return outputs
 
     def _append(
-        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: DraftRows | None
+        self,
+        request: Request,
+        sampled: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        sent: DraftRows | None,
+        drafted: list[int] | None,
     ) -> Output:
         """Append the sampled token, or several with accepted drafts; end the request if it is complete."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
@@ -312,8 +322,9 @@ class Scheduler:
         if reason is not None:
             self._retire(request)
         elif request.may_draft:
-            self._drafter.choose_drafts(request, len(tokens), sent, len(self.running))
-        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
+            self._drafter.choose_drafts(request, len(tokens), sent, len(self.running), drafted)
+        num_drafted = len(sampled) - 1
+        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, num_drafted=num_drafted)
 
     def _jump(self, request: Request, matcher: GrammarState) -> list[int]:
         """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.

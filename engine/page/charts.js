@@ -48,12 +48,14 @@ function liveTiles(history) {
   };
   const mean = (label, name) => ratio(label, duration, `${name}_sum`, `${name}_count`);
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
+  const drafts = ["vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"];
   return [
     gauge("Running", "vllm:num_requests_running"),
     gauge("Waiting", "vllm:num_requests_waiting"),
     speed("Generated", "vllm:generation_tokens_total"),
     speed("Prompts", "vllm:prompt_tokens_total"),
     ratio("Prefix hits", (share) => [percent(share), "%"], ...hits),
+    ...(total(history.now, drafts[1]) ? [ratio("Right drafts", (share) => [percent(share), "%"], ...drafts)] : []),
     mean("Step", "penstock:step_seconds"),
     mean("In the queue", "vllm:request_queue_time_seconds"),
     mean("First token", "vllm:time_to_first_token_seconds"),

@@ -107,6 +107,8 @@ class ServerMetrics(ProcessMetrics):
 def stats_families(stats: Stats, model: str) -> Iterator[Metric]:
     for field, row in METRICS.engine.items():
         yield family(row, [((model,), getattr(stats, field))])
+    by_place = [((model, str(place)), count) for place, count in enumerate(stats.accepted_at)]
+    yield family(METRICS.labelled["accepted_at"], by_place)
     share = stats.num_used_blocks / max(stats.num_blocks, 1)
     yield family(METRICS.labelled["kv_usage"], [((model,), share)])
     states = {"all": stats.num_blocks, "held": stats.num_used_blocks, "cached": stats.num_cached_blocks}

@@ -240,3 +240,73 @@ def test_a_request_that_is_aborted_with_drafts_in_flight_frees_their_state() -> 
     world.collect()
     world.settle()
     assert world.scheduler.stats().num_used_blocks == 0
+
+
+# No text of these tests repeats 60 tokens, so all drafts are the layer's.
+LAYER = SpeculativeConfig(method="mtp", num_speculative_tokens=3, prompt_lookup_min=60, prompt_lookup_max=60)
+
+
+def test_right_drafts_of_the_layer_bring_several_tokens_a_step() -> None:
+    world = World(max_in_flight=1, drafts=LAYER)
+    message = submit("a", [1, 2, 3], max_tokens=60, sampling=ALWAYS_7)
+    world.submit(message)
+    world.run()
+    stats = world.scheduler.stats()
+    assert world.tokens("a") == alone(message)[0]
+    assert stats.draft_tokens == stats.accepted_tokens == 60 - stats.num_steps
+    assert sum(output.num_drafted for output in world.outputs["a"]) == sum(stats.accepted_at) == stats.accepted_tokens
+    assert stats.num_steps <= 25  # three plain ones to know their cost, then up to four tokens a step
+
+
+def test_text_that_repeats_is_drafted_without_the_layer() -> None:
+    world = World(max_in_flight=1, drafts=msgspec.structs.replace(LAYER, prompt_lookup_min=1))
+    world.submit(submit("a", [1, 2, 3], max_tokens=60, sampling=ALWAYS_7))
+    num_asked = 0
+    while world.scheduler.has_work():
+        num_asked += any(row.drafts for row in world.run_step().rows)
+    assert num_asked == 0 and world.scheduler.stats().accepted_tokens > 30
+
+
+def test_a_request_that_awaits_drafts_is_not_planned_ahead() -> None:
+    world = World(max_in_flight=2, drafts=LAYER)
+    world.submit(submit("a", [1, 2, 3], max_tokens=30))
+    while world.scheduler.has_work():
+        world.step()
+        in_flight = [plan.step.rows[0] for plan in world.scheduler.in_flight]
+        assert not any(row.drafts for row in in_flight[:-1]), "a step is planned behind one that asks"
+    assert world.scheduler.stats().draft_tokens > 10
+
+
+@pytest.mark.parametrize(
+    ("options", "max_tokens", "most"),
+    [({"max_num_seqs": 3}, 30, 0), ({"max_num_seqs": 4}, 30, 1), ({}, 2, 0), ({}, 9, 9), ({"num_blocks": 12}, 30, 9)],
+)
+def test_the_layer_is_asked_for_what_there_is_room_for(options: dict[str, Any], max_tokens: int, most: int) -> None:
+    """Three requests run. A draft needs a free row, and a token behind it that may be sampled."""
+    world = World(max_in_flight=1, drafts=LAYER, **options)
+    for name in "abc":
+        world.submit(submit(name, [1, 2, ord(name) % 50], max_tokens))
+    num_asked = []
+    while world.scheduler.has_work():
+        step = world.run_step()
+        num_asked.append(sum({row.slot: row.drafts for row in step.rows}.values()))
+        assert all(row.start + row.count + row.drafts < 3 + max_tokens for row in step.rows if row.drafts)
+    assert max(num_asked) <= most and (max(num_asked) > 0) == (most > 0)
+
+
+@pytest.mark.parametrize(("allowed", "pays"), [((7,), True), (tuple(range(10, 40)), False)])
+def test_the_layer_drafts_only_where_that_pays(allowed: tuple[int, ...], pays: bool) -> None:
+    """A step with drafts takes twice as long as one without; of 30 tokens a draft is rarely the right one."""
+    world = World(max_in_flight=1, drafts=LAYER, max_model_len=1000, num_blocks=400)
+    collect = world.executor.collect
+
+    def timed() -> Any:
+        world.now_s += any(row.drafts for row in world.executor._queue[0].rows)
+        return collect()
+
+    world.executor.collect = timed
+    world.submit(submit("a", [1, 2, 3], max_tokens=900, sampling=Sampling(temperature=0.0, allowed_ids=allowed)))
+    world.run(check=False)
+    num_drafts = world.scheduler.stats().draft_tokens
+    assert (num_drafts > 450) if pays else (num_drafts < 150)
+    assert world.now_s < (500 if pays else 1000)

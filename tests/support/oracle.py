@@ -137,7 +137,7 @@ class OracleExecutor:
         assert not self.info.max_loras or len(adapters) <= self.info.max_loras, "more adapters than there are places"
         self._written.clear()
         self._check_states(step.rows)
-        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
+        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {}, {})
         rows, masks = self._masks.pop(step.step_id, ((), ()))
         allowed = {int(row): _allowed_ids(mask, self.info.vocab_size) for row, mask in zip(rows, masks, strict=True)}
         # Copies run beside the rows: code that relies on either order must be found out.
@@ -223,6 +223,8 @@ class OracleExecutor:
             token = self._sample(slot, end, allowed)
             slot.sampled.append(token)
             result.tokens[index] = token
+            if row.drafts:
+                self._draft(slot, row, index, result)
             if slot.sampling.logprobs is not None:
                 result.logprobs[index] = self._logprobs(token, slot.sampling.logprobs)
         if slot.sampling.prompt_logprobs is not None:
@@ -302,6 +304,13 @@ class OracleExecutor:
             assert choices, "a mask leaves nothing to choose from"
         return choices[(self._context_hash(slot, end) ^ seed) % len(choices)]
 
+    def _draft(self, slot: "_Slot", row: Row, index: int, result: StepResult) -> None:
+        """Draft tokens that are right as often as chance has it: always if only one is allowed."""
+        end = row.start + row.count
+        assert end + row.drafts - 1 <= len(slot.tables[0]) * self.info.block_size, "a draft without a block"
+        choices, digest = slot.sampling.allowed_ids or range(self.info.vocab_size), self._context_hash(slot, end)
+        result.drafts[index] = [choices[(digest >> 8 * number) % len(choices)] for number in range(1, row.drafts + 1)]
+
     def _logprobs(self, token: int, num: int) -> TokenLogprobs:
         """Made up, but well-formed: the chosen token is the most likely one."""
         vocab_size = self.info.vocab_size
@@ -353,7 +362,10 @@ class _Slot:
         self.drafts, self.sampled = [], []
         if others:
             assert first.sample and first.count == 1 and first.first_token == first.start + 1
-            assert others == [Row(first.slot, first.first_token + i, 1, True) for i in range(len(first.tokens))]
+            expected = Row(first.slot, first.first_token, 1, True, drafts=first.drafts)
+            assert others == [
+                msgspec.structs.replace(expected, start=first.first_token + i) for i in range(len(first.tokens))
+            ]
             self.drafts += first.tokens
             self.first_draft = first.first_token
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.cache.tiers.base import Store
-from penstock.engine.config import EngineConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.config import MAX_LAYER_DRAFTS, EngineConfig, SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiers import Tiers
@@ -280,10 +280,10 @@ def alone(
 
 
 def random_drafts(rng: random.Random) -> SpeculativeConfig:
-    least = rng.randint(1, 3)
+    least, has_layer = rng.randint(1, 3), rng.random() < 0.5
     return SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=rng.randint(1, 9),
+        method="mtp" if has_layer else "ngram",
+        num_speculative_tokens=rng.randint(1, MAX_LAYER_DRAFTS if has_layer else 9),
         prompt_lookup_min=least,
         prompt_lookup_max=least + rng.randint(0, 3),
         max_draft_rows=rng.choice([1, 5, 64]),

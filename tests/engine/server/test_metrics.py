@@ -52,6 +52,7 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
         num_drafts=3,
         draft_tokens=12,
         accepted_tokens=9,
+        accepted_at=[6, 3],
     )
     server.call(lambda: server.engine.on_step(Outputs([], Stats(), step_tokens=40)))
     seen = samples(server)
@@ -66,8 +67,10 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     states = {state: seen[f"penstock:kv_device_blocks{{state={state}}}"] for state in ("all", "held", "cached")}
     assert states == {"all": 64, "held": 16, "cached": 20}
     assert (seen["penstock:step_seconds_sum{}"], seen["penstock:step_seconds_count{}"]) == (0.5, 4)
-    drafts = [seen[f"penstock:spec_{name}_total{{}}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    drafts = [seen[f"vllm:spec_decode_num_{name}_total{{}}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
     assert drafts == [3, 12, 9]
+    by_place = [seen[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={place}}}"] for place in range(2)]
+    assert by_place == [6, 3]
 
 
 def test_tiers_and_experts_are_labelled_and_absent_without_any(server: Running) -> None:
