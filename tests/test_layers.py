@@ -274,19 +274,31 @@ def test_a_room_is_a_symlink_in_the_package_and_its_folders_are_packages(room: s
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-# Modules that importing a module must not load, though its part may import theirs.
-NOT_LOADED = {
-    "engine.core.scheduler": {"executor.loading", "executor.models", "executor.process_life"},
-    "engine.server.app": {"engine.front.client", "executor.process_life"},
-    "router.app": {"engine.model_files", "engine.sampling_params", "engine.vllm_options", "executor.protocol"},
+# The most lines of our own files that importing a module may load, and modules that must not be among them though its
+# part may import theirs.
+CLOSURES: dict[str, tuple[int, set[str]]] = {
+    "engine.core.scheduler": (3_650, {"executor.loading", "executor.models", "executor.process_life"}),
+    "engine.core.engine_core": (4_200, set()),
+    "engine.server.app": (10_500, {"engine.front.client", "executor.process_life"}),
+    "router.app": (7_350, {"engine.model_files", "engine.sampling_params", "engine.vllm_options", "executor.protocol"}),
 }
-LOADED = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+LOADED_FILES = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+ours = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if name.split(".")[0] == "penstock"}
+print(*(f"{name}={file}" for name, file in ours.items() if file))
+"""
 
 
-@pytest.mark.parametrize("module", NOT_LOADED)
-def test_importing_a_module_loads_no_distant_one(module: str) -> None:
-    names = [name.removeprefix("penstock.") for name in printed(LOADED, f"penstock.{module}").split()]
-    assert module in names and [name for name in names if is_within(name, NOT_LOADED[module])] == []
+@pytest.mark.parametrize("module", CLOSURES)
+def test_importing_a_module_loads_little_else(module: str) -> None:
+    limit, excluded = CLOSURES[module]
+    loaded = dict(entry.split("=", 1) for entry in printed(LOADED_FILES, f"penstock.{module}").split())
+    names = {name.removeprefix("penstock."): Path(file) for name, file in loaded.items()}
+    size = sum(file.read_text().count("\n") for file in names.values() if file.suffix == ".py")
+    print(f"{module} loads {size:,} lines of {len(names)} files")
+    assert [name for name in names if is_within(name, excluded)] == []
+    assert size <= limit, sorted(names)
 
 
 def modules_in_a_fresh_process(code: str) -> set[str]:
