@@ -1,7 +1,7 @@
-"""Measures what jumping over forced tokens and n-gram drafts gain on the default model, as ratios.
+"""Measures what jumping over forced tokens and drafts gain on the default model or another, as ratios.
 
     python benchmarks/bench_answers.py jump        [--pairs 6] [--batches 1 8 32]
-    python benchmarks/bench_answers.py drafts      [--pairs 6] [--batches 1 8 32]
+    python benchmarks/bench_answers.py drafts      [--pairs 6] [--batches 1 8 32] [--method mtp --model MODEL --drafts 2]
 
 `jump`: answers that follow a JSON schema, with tokens forced by the grammar added at once, compared with sampling all.
 `drafts`: the model copies, summarises and writes stories, with and without drafts. Both sides must give equal answers.
@@ -41,7 +41,7 @@ QUESTIONS = {
 }
 # A test enters them, because a renamed method is noticed only then.
 WITHOUT_JUMPING: Any = mock.patch.object(Matcher, "forced", lambda self: [])
-WITHOUT_DRAFTS: Any = mock.patch.object(Drafter, "choose_drafts", lambda *_: None)
+WITHOUT_DRAFTS: Any = mock.patch.multiple(Drafter, choose_drafts=lambda *_: None, _ask=lambda *_: None)
 Asked = list[tuple[str, SamplingParams]]
 Answers = list[list[int]]
 
@@ -63,7 +63,9 @@ def jump(pairs: int = 6, batches: list[int] = BATCHES) -> dict[str, Any]:
     return with_and_without("jumping", work, pairs, WITHOUT_JUMPING)
 
 
-def drafts(pairs: int = 6, batches: list[int] = BATCHES, drafts: int = 4) -> dict[str, Any]:
+def drafts(
+    pairs: int = 6, batches: list[int] = BATCHES, drafts: int = 4, method: str = "ngram", model: str = ""
+) -> dict[str, Any]:
     paragraphs = [part.replace("\n", " ") for part in TEXT.read_text().split("\n\n") if 300 < len(part) < 900]
 
     def questions(kind: str, batch: int) -> Asked:
@@ -75,8 +77,8 @@ def drafts(pairs: int = 6, batches: list[int] = BATCHES, drafts: int = 4) -> dic
         return chats
 
     work = {f"{kind}, batch {batch}": questions(kind, batch) for kind in QUESTIONS for batch in batches}
-    speculative = {"method": "ngram", "num_speculative_tokens": drafts}
-    return with_and_without("drafts", work, pairs, WITHOUT_DRAFTS, speculative_config=speculative)
+    options: dict[str, Any] = {"speculative_config": {"method": method, "num_speculative_tokens": drafts}}
+    return with_and_without("drafts", work, pairs, WITHOUT_DRAFTS, **options, **({"model": model} if model else {}))
 
 
 def with_and_without(option: str, work: dict[str, Asked], pairs: int, without: Any, **options: Any) -> dict[str, Any]:
