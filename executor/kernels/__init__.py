@@ -230,9 +230,9 @@ class SamplingOps(Protocol):
         """logits [R, V] -> tokens [R] int64 and the largest logits [R] float32, NaN for a row with a NaN in it.
 
         The options, [R] each, are temperature and min_p float32, top_k int32, top_p float32, seeds int64 (64 bits) and
-        positions int64, in this order. A temperature of 0 chooses the largest logit. The filters min_p, top_k and top_p apply in this order, each to the
-        tokens that the previous one kept; 0, 0 and 1 disable them, and tokens that tie with the last one kept are kept
-        too. If the largest logit is not finite, the token is 0.
+        positions int64, in this order. A temperature of 0 chooses the largest logit. The filters min_p, top_k and top_p
+        apply one after the other, each to the tokens that the previous one kept; 0, 0 and 1 disable them, and tokens
+        that tie with the last one kept are kept too. If the largest logit is not finite, the token is 0.
         """
 
     def penalize(self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, coefficients: Tensor) -> None:
