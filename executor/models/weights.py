@@ -81,13 +81,8 @@ class CheckpointReader:
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
         """Raise ExecutorError if tensors are unread, except names ending in `ignored` or beginning with `prefixes`."""
-        left = sorted(
-            name
-            for name in self._names - self._read
-            if not name.endswith((*IGNORED_SUFFIXES, *ignored))
-            and not name.startswith(prefixes)
-            and not self._is_empty_bias(name)
-        )
+        unread = (name for name in self._names - self._read if not name.endswith((*IGNORED_SUFFIXES, *ignored)))
+        left = sorted(name for name in unread if not (name.startswith(prefixes) or self._is_empty_bias(name)))
         if left:
             raise ExecutorError(
                 f"{self._where}: {len(left)} tensors that the architecture does not have: "

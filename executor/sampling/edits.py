@@ -114,11 +114,8 @@ class Edits:
 
     def _stop_ids(self, positions: np.ndarray) -> Tensor | None:
         """Return stop tokens of rows that have not sampled min_tokens yet; they change at most once per row."""
-        too_short = tuple(
-            row
-            for row, request in enumerate(self._requests)
-            if positions[row] - request.num_prompt < request.sampling.min_tokens
-        )
+        ends = enumerate(zip(positions.tolist(), self._requests, strict=True))
+        too_short = tuple(row for row, (end, r) in ends if end - r.num_prompt < r.sampling.min_tokens)
         if too_short != self._too_short:
             stops = [r.sampling.stop_ids if row in too_short else () for row, r in enumerate(self._requests)]
             self._too_short, self._stops = too_short, self._flat(stops)
