@@ -2,12 +2,13 @@
 
 from penstock.router.http.heads import ClientRequest
 from penstock.router.placement.prepared_request import RequestFields
-from penstock.router.placement.prompts import EMBEDDINGS, PROMPTS
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, EMBEDDINGS, PROMPTS
 
 RESPONSES = "/v1/responses"
 STORED = "/v1/responses/"  # before the id of a response that a replica stores
 COUNTS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/responses/compact")  # without an answer
-PROXIED = frozenset({*PROMPTS, EMBEDDINGS, *COUNTS, "/tokenize", "/detokenize"})
+TOKENS = ("/tokenize", "/detokenize", f"{CHAT}/render", f"{COMPLETIONS}/render")
+PROXIED = frozenset({*PROMPTS, EMBEDDINGS, *COUNTS, *TOKENS})
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE")}  # of the others: GET and HEAD
 PROBED = OWN - {"/", "/replicas", "/v1/models"}

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 from penstock.engine.front.answer import Answer
 from penstock.engine.http.auth import OWNER_HEADER
 from penstock.engine.http.errors import clean_id
+from penstock.engine.sampling_params import SamplingParams
 
 
 class Call:
@@ -36,6 +37,8 @@ class Call:
         self.is_stream = False
         self.trace_id: str | None = None  # set if requests are traced
         self.answers: list[Answer] = []  # one for each prompt
+        # If the request is only rendered: its prompts as they would be submitted, with their parameters.
+        self.rendered: list[tuple[bytes, SamplingParams]] | None = None
 
     @property
     def query(self) -> dict[str, list[str]]:

@@ -20,6 +20,12 @@ from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Pie
 
 async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
+    request, plan = await submit(service, call, body)
+    return await respond(service, call, ChatWriter(service, call, request, plan))
+
+
+async def submit(service: Service, call: Call, body: bytes) -> tuple[ChatRequest, ReadingPlan]:
+    """Check the request and submit it to the engine; return it and the plan for parsing its answers."""
     request = service.accept(call, body, ChatRequest)
     # For error messages: the engine's name of a field may differ from the client's name.
     names = (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs"))
@@ -34,8 +40,7 @@ async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerat
     prompt_ids = given_ids(call, "messages", request.messages)
     if prompt_ids is None:
         conversation.read(request.messages, service.info, call.ignored)
-    plan = await ask(service, call, request, conversation, prompt_ids)
-    return await respond(service, call, ChatWriter(service, call, request, plan))
+    return request, await ask(service, call, request, conversation, prompt_ids)
 
 
 async def ask(

@@ -16,6 +16,12 @@ from penstock.engine.server.service import MAX_SEQUENCES, Service
 
 async def completions(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
+    request, inputs = await submit(service, call, body)
+    return await respond(service, call, CompletionWriter(service, call, request, inputs))
+
+
+async def submit(service: Service, call: Call, body: bytes) -> tuple[CompletionRequest, Sequence[str | list[int]]]:
+    """Check the request and submit it to the engine; return it and its prompts as the client gave them."""
     request = service.accept(call, body, CompletionRequest)
     # An echoed prompt includes its log-probabilities.
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
@@ -48,7 +54,7 @@ async def completions(service: Service, call: Call, body: bytes) -> Json | Async
             kv_transfer=request.kv_transfer_params,
         )
     await service.compiled(call, None if wanted is None else wanted.field)
-    return await respond(service, call, CompletionWriter(service, call, request, inputs))
+    return request, inputs
 
 
 class CompletionWriter(ChoicesWriter):

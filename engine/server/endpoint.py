@@ -19,7 +19,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
 from penstock.engine.server.service import Service
 
-Reply = msgspec.Struct | dict[str, Any] | msgspec.Raw | AsyncGenerator[bytes, None]
+Reply = msgspec.Struct | dict[str, Any] | list[dict[str, Any]] | msgspec.Raw | AsyncGenerator[bytes, None]
 Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
 
 

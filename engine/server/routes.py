@@ -21,6 +21,7 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, HandledRoute
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.rendering import render_chat, render_completions
 from penstock.engine.server.service import Service
 from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 
@@ -30,6 +31,8 @@ POSTS = (
     HandledRoute("/v1/chat/completions", chat, takes_ids=True),
     HandledRoute("/v1/completions", completions, takes_ids=True),
     HandledRoute("/v1/embeddings", embeddings),
+    HandledRoute("/v1/chat/completions/render", render_chat),
+    HandledRoute("/v1/completions/render", render_completions),
     HandledRoute("/tokenize", tokenize),
     HandledRoute("/detokenize", detokenize),
     HandledRoute("/reset_prefix_cache", reset_prefix_cache, takes_none=True),

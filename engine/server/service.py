@@ -136,7 +136,10 @@ class Service:
         self, call: Call, request: PromptRequest, prompts: list[bytes], params: SamplingParams, **options: Any
     ) -> None:
         """Submit every prompt to the engine, with `params` that have been checked, and add the answers to the call, which is
-        released at its end."""
+        released at its end. A call that only renders gets the prompts back instead."""
+        if call.rendered is not None:
+            call.rendered += [(prompt, params) for prompt in prompts]
+            return
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         for prompt in prompts:

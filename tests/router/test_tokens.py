@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRou
         through, direct = (tokenizing.http.post(url + path, json=body) for url in (tokenizing.url, replica))
         assert through.status_code == direct.status_code, body
         assert comparable(through.json()) == comparable(direct.json()), body
+        texts = [tokenizing.http.post(f"{url}{path}/render", json=body).text for url in (tokenizing.url, replica)]
+        assert len({re.sub('"request_id":"[^"]+"', "", text) for text in texts}) == 1, body
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +163,7 @@ def test_after_a_template_that_loops_chats_are_rendered_in_a_thread() -> None:
         ("/v1/embeddings", 100),
         *(("/tokenize", 0), ("/detokenize", 0), ("/v1/messages/count_tokens", 0), ("/v1/responses/resp_1/cancel", 0)),
         ("/v1/responses/input_tokens", 0),
+        *((f"{CHAT}/render", 0), (f"{COMPLETIONS}/render", 0)),
     ],
 )
 def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:

@@ -17,6 +17,8 @@ from tests.support.running_server import MODEL, Running, running, until
 REQUESTS: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": requests.ChatRequest,
     "/v1/completions": requests.CompletionRequest,
+    "/v1/chat/completions/render": requests.ChatRequest,
+    "/v1/completions/render": requests.CompletionRequest,
     "/v1/embeddings": requests.EmbeddingRequest,
     "/tokenize": requests.TokenizeRequest,
     "/detokenize": requests.DetokenizeRequest,

@@ -1,0 +1,71 @@
+"""Routes and metrics that inference gateways read: each row names the specification that asks for it."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.fake_engine import INFO
+from tests.support.refusals import table
+from tests.support.running_server import MODEL, Running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NEEDED: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"prompt": "hi"},
+}
+RENDER = "vLLM, the GenerateRequest that a render route answers with"
+FIELDS = [
+    ("llm-d, plugin token-producer", "token_ids", [104, 105]),
+    ("llm-d, plugin token-producer", "features", None),
+    (RENDER, "model", MODEL),
+    (RENDER, "stream", True),
+    (RENDER, "stream_options", {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False}),
+    (RENDER, "cache_salt", "s"),
+    (RENDER, "priority", 3),
+]
+
+
+@pytest.mark.parametrize(("specification", "name", "value"), FIELDS)
+def test_a_rendered_request_has_the_field(server: Running, specification: str, name: str, value: Any) -> None:
+    body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "s", "priority": 3}
+    (found,) = server.post(f"{COMPLETIONS}/render", body).json()
+    assert found[name] == value, specification
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *((COMPLETIONS, {}), (CHAT, {})),
+        (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": ["a", "bc"], "n": 2, "temperature": 0.5, "stop": ["x"]}),
+        (COMPLETIONS, {"prompt": "hello", "truncate_prompt_tokens": 2, "logit_bias": {"7": 1.5}}),
+        (CHAT, {"stream": True, "add_generation_prompt": False, "max_completion_tokens": 5}),
+        (CHAT, {"structured_outputs": {"choice": ["a", "b"]}, "max_tokens": 10**6}),
+    ],
+)
+def test_a_request_is_rendered_as_it_is_submitted(server: Running, path: str, fields: dict[str, Any]) -> None:
+    before, body = len(server.engine.submitted), NEEDED[path] | fields
+    assert server.post(path, body).status_code == 200
+    submitted = server.engine.submitted[before:]
+    answer = server.post(f"{path}/render", body).json()
+    assert len(server.engine.submitted) == before + len(submitted), "rendering does not run the model"
+    found = [answer] if path == CHAT else answer
+    for each, (ids, params, _) in zip(found, submitted, strict=True):
+        room = INFO.max_model_len - len(ids)
+        length = room if params.max_tokens is None else min(params.max_tokens, room)
+        assert each["token_ids"] == ids
+        assert each["sampling_params"] == msgspec.to_builtins(params, str_keys=True) | {"max_tokens": length}
+    if not fields:
+        assert found[0]["token_ids"] == server.post("/tokenize", body).json()["tokens"]
+
+
+@pytest.mark.parametrize("path", NEEDED)
+def test_rendering_refuses_what_the_route_itself_refuses(server: Running, path: str) -> None:
+    for field, value in [*table(__file__, "fields"), ("model", "other"), ("prompt", 5), ("messages", [])]:
+        body = NEEDED[path] | {field.partition(".")[0]: value}
+        itself, rendered = server.post(path, body), server.post(f"{path}/render", body)
+        if rendered.status_code == 200:
+            assert field.split(".")[0] in ("response_format", "structured_outputs"), "only a grammar is not compiled"
+        else:
+            assert (rendered.status_code, rendered.json()) == (itself.status_code, itself.json()), field
