@@ -149,6 +149,7 @@ class Stats(msgspec.Struct, array_like=True):
     accepted_at: list[int] = []  # the same by their place among the drafts of a row
     tiers: dict[str, dict[str, float]] = {}  # gauges and counters of "host", "disk", …; not with every step
     experts: ExpertUpdate | None = None  # set if experts are rebalanced
+    adapters: list[list[str]] = []  # keys of those that run, and of those that wait; with LoRA, not with every step
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

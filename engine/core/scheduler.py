@@ -378,6 +378,9 @@ class Scheduler:
 
     def stats(self, with_tiers: bool = True) -> Stats:
         """Return the counters with the gauges of this moment."""
+        has_adapters = with_tiers and self.info.max_loras > 0
+        places = [self.running, (*self.waiting, *self.held, *self.tiers.loading)] if has_adapters else []
+        adapters = [sorted({key for each in place if (key := each.message.adapter)}) for place in places]
         return msgspec.structs.replace(
             self._stats,
             num_running=len(self.running),
@@ -386,6 +389,7 @@ class Scheduler:
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
             tiers=self.tiers.stats() if with_tiers else {},
+            adapters=adapters,
         )
 
     def check(self) -> None:

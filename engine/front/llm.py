@@ -199,6 +199,7 @@ class LLM:
         stats = msgspec.structs.asdict(self._running().stats())
         tiers = stats.pop("tiers")
         experts = stats.pop("experts")
+        del stats["adapters"]
         stats |= {f"accepted_tokens_{place}": num for place, num in enumerate(stats.pop("accepted_at"))}
         if experts is not None:
             single = msgspec.structs.asdict(experts)

@@ -19,7 +19,7 @@ from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.engine import Engine
 from penstock.engine.http.distribution import Distribution, HistogramRow, MetricRow, ProcessMetrics, family
 from penstock.engine.messages import MissReason, Outputs, Stats
-from penstock.executor.protocol import ExpertUpdate
+from penstock.executor.protocol import AdapterInfo, ExpertUpdate
 
 
 class MetricTable(msgspec.Struct, frozen=True):
@@ -37,10 +37,13 @@ METRICS = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_byte
 
 
 class ServerMetrics(ProcessMetrics):
-    def __init__(self, model_name: str, engine: Engine) -> None:
+    def __init__(self, model_name: str, engine: Engine, adapters: Mapping[str, AdapterInfo]) -> None:
+        """`adapters`: those that are served, by name."""
         super().__init__()
         self.model_name = model_name
-        self.engine = engine
+        self.engine, self._adapters = engine, adapters
+        self._used_adapters: list[list[str]] = [[], []]  # keys of those that run, and of those that wait …
+        self._used_since = time.time()  # … as they are since then
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
         self.refused: Counter[int] = Counter()  # status → connections that never became a request
         self.finished: Counter[str] = Counter()  # finish reason → sequences
@@ -89,6 +92,10 @@ class ServerMetrics(ProcessMetrics):
         yield from stats_families(self.engine.stats, model)
         cache = str(self.engine.info.block_size), str(self.engine.info.num_blocks)
         yield family(rows["cache"], [(cache, 1)])
+        if self.engine.info.max_loras:
+            names = {info.key: name for name, info in self._adapters.items()}
+            used = (",".join(names[key] for key in keys if key in names) for keys in self._used_adapters)
+            yield family(rows["adapters"], [((str(self.engine.info.max_loras), *used), self._used_since)])
         for distribution in self.histograms.values():
             yield distribution.family({"model_name": model})
         reasons = ("stop", "length", "abort", "error")
@@ -102,6 +109,8 @@ class ServerMetrics(ProcessMetrics):
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
             self.histograms["step"].observe(outputs.step_tokens)
+        if outputs.stats.adapters not in ([], self._used_adapters):
+            self._used_adapters, self._used_since = outputs.stats.adapters, time.time()
 
 
 def stats_families(stats: Stats, model: str) -> Iterator[Metric]:

@@ -51,7 +51,7 @@ class Service:
             from penstock.engine.server.spans import RequestSpans  # its SDK is an extra, and takes long to import
 
             self.spans = RequestSpans(config.telemetry)
-        self.metrics = ServerMetrics(config.served_model_names[0], engine)
+        self.metrics = ServerMetrics(config.served_model_names[0], engine, self.adapters.served)
         self.responses = ResponseStore()
         # Renderings that take long; a template that loops keeps at most these threads busy until its time is over.
         self.renderers = ThreadPoolExecutor(2, thread_name_prefix="template")

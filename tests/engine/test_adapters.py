@@ -116,6 +116,8 @@ def test_requests_pass_others_whose_adapters_have_no_slot_yet(tmp_path: Path) ->
     rig.step()
     running = {request.message.adapter for request in rig.core.scheduler.running}
     assert running == {*keys[:2], None}, "those behind the ones that lack a place were admitted"
+    assert rig.core.stats().adapters == [sorted(keys[:2]), sorted(keys[2:])]
+    assert rig.core.stats(with_tiers=False).adapters == []
     rig.run()
     for index in range(12):
         assert rig.tokens(str(index))[:3] == answer(keys[index % 4])[:3]

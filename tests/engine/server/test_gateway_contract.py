@@ -1,13 +1,18 @@
 """Routes and metrics that inference gateways read: each row names the specification that asks for it."""
 
+import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.fake_engine import INFO
+from penstock.engine.messages import Outputs, Stats
+from penstock.executor.protocol import AdapterInfo
+from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running
+from tests.support.running_server import MODEL, Running, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NEEDED: dict[str, dict[str, Any]] = {
@@ -24,6 +29,33 @@ FIELDS = [
     (RENDER, "cache_salt", "s"),
     (RENDER, "priority", 3),
 ]
+
+
+PROTOCOL = "Gateway API Inference Extension, proposal 003: model server protocol"
+GAUGES = [
+    *((PROTOCOL, f"vllm:num_requests_{state}", {"model_name": MODEL}) for state in ("waiting", "running")),
+    (PROTOCOL, "vllm:kv_cache_usage_perc", {"model_name": MODEL}),
+    (PROTOCOL, "vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "64"}),
+    (
+        f"{PROTOCOL}, LoRA",
+        "vllm:lora_requests_info",
+        {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b"},
+    ),
+]
+
+
+def test_the_gauges_of_the_protocol_have_its_names_and_labels() -> None:
+    with running(FakeEngine(info=msgspec.structs.replace(INFO, max_loras=4))) as server:
+        server.app.service.adapters.served |= {name: AdapterInfo(f"key of {name}", 8, 1) for name in ("a", "b", "c")}
+        used = Stats(adapters=[["key of a", "key of b", "key of one that is unloaded"], ["key of b"]])
+        before_s = time.time()
+        for stats in (used, Stats()):  # not every step has them
+            server.call(partial(server.engine.on_step, Outputs([], stats)))
+        families = {each.name: each for each in text_string_to_metric_families(server.http.get("/metrics").text)}
+    for specification, name, labels in GAUGES:
+        (sample,) = families[name].samples
+        assert (families[name].type, sample.labels) == ("gauge", labels), specification
+    assert before_s <= sample.value <= time.time(), "the gauge of the adapters is the time of their last change"
 
 
 @pytest.mark.parametrize(("specification", "name", "value"), FIELDS)

@@ -119,7 +119,7 @@ def test_requests_are_measured_once_whole_or_streamed(server: Running) -> None:
 def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    metrics = ServerMetrics("m", cast(AsyncEngine, FakeEngine()))
+    metrics = ServerMetrics("m", cast(AsyncEngine, FakeEngine()), {})
     submit = Submit("r.0", array("i", [1]).tobytes(), Sampling(), 9)
     answer = Answer([submit], [Choice(0, SamplingParams(), None)], lambda _: None)
     reads: list[tuple[float, list[tuple[float, Output]]]] = [
