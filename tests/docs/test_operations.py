@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +15,7 @@ from penstock.engine.messages import Stats
 from penstock.engine.page.document import document
 from penstock.engine.server.metrics import METRICS
 from penstock.executor.protocol import ExpertUpdate
+from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.router_fleet import running_router
 from tests.support.running_server import running
 
@@ -26,7 +28,8 @@ def programs() -> list[list[Metric]]:
     """Return the metrics of a server with tiers and experts, and of a router."""
     shares = array("f", [0.5, 0.5]).tobytes()
     tier = {name + "late" * name.endswith("_"): 1.0 for name in METRICS.tiers}
-    with running() as server, running_router(server.url) as router:
+    engine = FakeEngine(info=msgspec.structs.replace(INFO, max_loras=1))
+    with running(engine) as server, running_router(server.url) as router:
         experts = ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
         server.engine.stats = Stats(num_blocks=4, tiers={"host": tier, "disk": tier}, experts=experts)
         server.http.get("/health")
