@@ -48,8 +48,8 @@ RESOURCES = [
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
     for resource in yaml.safe_load_all(path.read_text())
 ]
-PODS = [Pod(resource) for resource in RESOURCES if resource["kind"] == "Deployment"]
-REPLICA, ROUTER = (next(pod for pod in PODS if pod.command[1] == verb) for verb in ("serve", "route"))
+PODS = {each["metadata"]["name"]: Pod(each) for each in RESOURCES if each["kind"] == "Deployment"}
+REPLICA, ROUTER, BEHIND_PICKER = (PODS[f"penstock-{name}"] for name in ("replica", "router", "llm-d"))
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
@@ -64,11 +64,11 @@ def test_services_of_compose_have_valid_commands_and_time_to_drain(path: Path) -
             assert source in services
 
 
-@pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod.command[1])
+@pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
 def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(pod: Pod) -> None:
     check_penstock(pod.command)
     verb, container = pod.command[1], pod.container
-    assert container["ports"] == [{"name": "http", "containerPort": PORTS[verb]}]
+    assert container["ports"][0] == {"name": "http", "containerPort": PORTS[verb]}
     assert pod.metadata["annotations"]["prometheus.io/port"] == str(PORTS[verb])
     assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
@@ -88,15 +88,40 @@ def test_the_memory_of_a_replica_holds_its_tiers() -> None:
 
 
 def test_services_and_budgets_select_the_pods_and_routers_find_the_replicas() -> None:
-    labels = [pod.metadata["labels"] for pod in PODS]
-    assert [pod.selector for pod in PODS] == labels
+    selectors = [pod.selector for pod in PODS.values()]
+    assert all(pod.selector.items() <= pod.metadata["labels"].items() for pod in PODS.values())
     services = {each["metadata"]["name"]: each["spec"] for each in RESOURCES if each["kind"] == "Service"}
     budgets = [each["spec"] for each in RESOURCES if each["kind"] == "PodDisruptionBudget"]
-    assert [service["selector"] for service in services.values()] == labels
-    assert [budget["selector"]["matchLabels"] for budget in budgets] == labels
+    assert [service["selector"] for service in services.values()] == selectors
+    assert [budget["selector"]["matchLabels"] for budget in budgets] == selectors
     (name, port), *_ = re.findall(r"dns:(\w+):(\d+)", " ".join(ROUTER.command))
     assert services[name]["clusterIP"] == "None" and services[name]["selector"] == REPLICA.metadata["labels"]
     assert [each["port"] for each in services[name]["ports"]] == [int(port)]
+
+
+def test_the_endpoint_picker_of_llm_d_finds_the_servers_their_tokens_and_their_events() -> None:
+    pool, picker = (next(each for each in RESOURCES if each["kind"] == kind) for kind in ("InferencePool", "ConfigMap"))
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    assert pool["spec"]["selector"]["matchLabels"] == BEHIND_PICKER.selector
+    assert pool["spec"]["targetPorts"] == [{"number": PORTS["serve"]}]
+    config = yaml.safe_load(picker["data"]["penstock.yaml"])
+    plugins = {each["type"]: each.get("parameters") for each in config["plugins"]}
+    sources, (profile,) = config["dataLayer"]["sources"], config["schedulingProfiles"]
+    used = [*sources, *(each for source in sources for each in source["extractors"]), *profile["plugins"]]
+    assert {each["pluginRef"] for each in used} == plugins.keys() - {"token-producer"}
+    options = dict(word.removeprefix("--").split("=", 1) for word in BEHIND_PICKER.command[2:])
+    model, sent = options["served-model-name"], json.loads(options["kv-events-config"])
+    assert plugins["token-producer"] == {
+        "modelName": model,
+        "vllm": {"url": f"http://penstock-render:{PORTS['serve']}"},
+    }
+    assert sent["topic"] == f"kv@$(POD_IP):{PORTS['serve']}@{model}"
+    index = plugins["precise-prefix-cache-producer"]
+    assert index["tokenProcessorConfig"] == {"blockSizeTokens": int(options["block-size"])}
+    ports = [int(sent[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")]
+    found = index["kvEventsConfig"]["podDiscoveryConfig"]
+    assert ports == [found["socketPort"], found["replaySocketPort"]]
+    assert ports == [each["containerPort"] for each in BEHIND_PICKER.container["ports"][1:]]
 
 
 def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> None:

@@ -11,37 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import AdapterInfo
 from tests.support.fake_engine import INFO, FakeEngine
-from tests.support.refusals import table
-from tests.support.running_server import MODEL, Running, running
+from tests.support.refusals import cases, table
+from tests.support.running_server import Running, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NEEDED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]},
     COMPLETIONS: {"prompt": "hi"},
 }
-RENDER = "vLLM, the GenerateRequest that a render route answers with"
-FIELDS = [
-    ("llm-d, plugin token-producer", "token_ids", [104, 105]),
-    ("llm-d, plugin token-producer", "features", None),
-    (RENDER, "model", MODEL),
-    (RENDER, "stream", True),
-    (RENDER, "stream_options", {"include_usage": True, "continuous_usage_stats": False, "include_obfuscation": False}),
-    (RENDER, "cache_salt", "s"),
-    (RENDER, "priority", 3),
-]
-
-
-PROTOCOL = "Gateway API Inference Extension, proposal 003: model server protocol"
-GAUGES = [
-    *((PROTOCOL, f"vllm:num_requests_{state}", {"model_name": MODEL}) for state in ("waiting", "running")),
-    (PROTOCOL, "vllm:kv_cache_usage_perc", {"model_name": MODEL}),
-    (PROTOCOL, "vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "64"}),
-    (
-        f"{PROTOCOL}, LoRA",
-        "vllm:lora_requests_info",
-        {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b"},
-    ),
-]
 
 
 def test_the_gauges_of_the_protocol_have_its_names_and_labels() -> None:
@@ -52,30 +29,20 @@ def test_the_gauges_of_the_protocol_have_its_names_and_labels() -> None:
         for stats in (used, Stats()):  # not every step has them
             server.call(partial(server.engine.on_step, Outputs([], stats)))
         families = {each.name: each for each in text_string_to_metric_families(server.http.get("/metrics").text)}
-    for specification, name, labels in GAUGES:
+    for specification, name, labels in cases(__file__, "gauges that gateways read"):
         (sample,) = families[name].samples
         assert (families[name].type, sample.labels) == ("gauge", labels), specification
     assert before_s <= sample.value <= time.time(), "the gauge of the adapters is the time of their last change"
 
 
-@pytest.mark.parametrize(("specification", "name", "value"), FIELDS)
+@pytest.mark.parametrize(("specification", "name", "value"), cases(__file__, "fields of rendered requests"))
 def test_a_rendered_request_has_the_field(server: Running, specification: str, name: str, value: Any) -> None:
     body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "s", "priority": 3}
     (found,) = server.post(f"{COMPLETIONS}/render", body).json()
     assert found[name] == value, specification
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        *((COMPLETIONS, {}), (CHAT, {})),
-        (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 2}),
-        (COMPLETIONS, {"prompt": ["a", "bc"], "n": 2, "temperature": 0.5, "stop": ["x"]}),
-        (COMPLETIONS, {"prompt": "hello", "truncate_prompt_tokens": 2, "logit_bias": {"7": 1.5}}),
-        (CHAT, {"stream": True, "add_generation_prompt": False, "max_completion_tokens": 5}),
-        (CHAT, {"structured_outputs": {"choice": ["a", "b"]}, "max_tokens": 10**6}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), cases(__file__, "requests to render", CHAT=CHAT, COMPLETIONS=COMPLETIONS))
 def test_a_request_is_rendered_as_it_is_submitted(server: Running, path: str, fields: dict[str, Any]) -> None:
     before, body = len(server.engine.submitted), NEEDED[path] | fields
     assert server.post(path, body).status_code == 200
