@@ -7,7 +7,7 @@ from penstock.router.placement.prompts import CHAT, COMPLETIONS, EMBEDDINGS, PRO
 RESPONSES = "/v1/responses"
 STORED = "/v1/responses/"  # before the id of a response that a replica stores
 COUNTS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/responses/compact")  # without an answer
-TOKENS = ("/tokenize", "/detokenize", f"{CHAT}/render", f"{COMPLETIONS}/render")
+TOKENS = ("/tokenize", "/detokenize", f"{CHAT}/render", f"{COMPLETIONS}/render")  # of a text; nothing is computed
 PROXIED = frozenset({*PROMPTS, EMBEDDINGS, *COUNTS, *TOKENS})
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE")}  # of the others: GET and HEAD
