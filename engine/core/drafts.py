@@ -20,11 +20,11 @@ from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.kv import Kv
 from penstock.engine.core.request import Request
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import Row, StepResult
+from penstock.executor.protocol import Row, Step, StepResult
 
 MARGIN = 1.05  # by which drafts of the layer must be faster than none, so that noise does not decide
 PLAIN_STEPS = 3  # measured steps without drafts of the layer, before there are any
-PERIOD = 100  # of so many steps, two do the opposite of what pays, to measure its cost again
+PERIOD, TRIAL = 200, 4  # of 200 steps, the last 4 do the opposite of what pays, to measure its cost again
 WINDOW = 1 << 15  # tokens at a request's end that are searched
 LEAST_TRUST = -2
 
@@ -58,7 +58,7 @@ class NoDrafter:
     ) -> None:
         pass
 
-    def note_cost(self, rows: Sequence[Row], num_requests: int, now_s: float) -> None:
+    def note_cost(self, step: Step, num_requests: int, now_s: float) -> None:
         pass
 
 
@@ -104,7 +104,8 @@ class Drafter(NoDrafter):
         self._most_trust = 1 + (config.most_drafts - 1).bit_length()
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by the bits of the number of requests
         self._num_steps = 0
-        self._noted_s = 0.0  # when the last result came
+        self._noted_s = 0.0  # when the last result came …
+        self._was_drafted: bool | None = None  # … and the kind of its step, as `_is_drafted` tells
 
     def choose_drafts(
         self, request: Request, num_new: int, sent: DraftRows | None, num_running: int, drafted: Sequence[int] | None
@@ -113,9 +114,8 @@ class Drafter(NoDrafter):
         any, and `drafted` those of the layer; None: the row did not ask for any."""
         is_expected, num_accepted = self._follow(request, num_new), num_new - 1
         trust = request.draft_trust
-        if drafted is not None or (
-            sent is not None and request.has_layer_drafts
-        ):  # also without any: the layer has run
+        had_layer_drafts = sent is not None and request.has_layer_drafts
+        if drafted is not None or had_layer_drafts:  # also without any: the layer has run
             request.layer_trust += (num_accepted - request.layer_trust) / 4
         if drafted is not None:
             request.awaits_drafts = False
@@ -159,9 +159,7 @@ class Drafter(NoDrafter):
 
         Return the rows that follow those of `planned`, and the drafts by the index of the row that they follow.
         """
-        eager = [
-            (index, request) for index, (request, row) in enumerate(planned.items()) if request.drafts and row.sample
-        ]
+        eager = [(i, request) for i, (request, row) in enumerate(planned.items()) if request.drafts and row.sample]
         room = min(self._config.max_draft_rows, self._max_rows - len(planned), budget)
         rows: list[Row] = []
         sent: dict[int, DraftRows] = {}
@@ -192,17 +190,14 @@ class Drafter(NoDrafter):
         """Ask the layer for the next drafts of the requests for which that pays, as far as there will be room for them. A
         row and its drafts ask alike."""
         self._num_steps += 1
-        cost, is_trial = self._costs[len(planned).bit_length()], self._num_steps % PERIOD >= PERIOD - 2
+        cost, is_trial = self._costs[len(planned).bit_length()], self._num_steps % PERIOD >= PERIOD - TRIAL
         most, room = self._config.layer_drafts, 0
         if self._kv.num_pages <= spare:
             room = min(self._config.max_draft_rows, self._max_rows - len(planned))
         for index, (request, row) in enumerate(planned.items()):
             repeats = request.draft_trust > 0 and request.draft_index >= 0
-            if (
-                not (row.sample and request.may_draft)
-                or repeats
-                or cost.pays(min(request.layer_trust, most)) == is_trial
-            ):
+            may_ask = row.sample and request.may_draft and not repeats
+            if not may_ask or cost.pays(min(request.layer_trust, most)) == is_trial:
                 continue
             drafts = sent.get(index, DraftRows(len(planned), ()))
             first, num = drafts.first - len(planned), len(drafts.tokens)
@@ -218,16 +213,21 @@ class Drafter(NoDrafter):
             request.awaits_drafts = True
             rows[first : first + num] = [msgspec.structs.replace(each, drafts=count) for each in rows[first:][:num]]
 
-    def note_cost(self, rows: Sequence[Row], num_requests: int, now_s: float) -> None:
+    def note_cost(self, step: Step, num_requests: int, now_s: float) -> None:
         """Learn from the time since the result of the step before; the rows begin with those of so many requests."""
         elapsed_s, self._noted_s = now_s - self._noted_s, now_s
-        is_drafted = any(row.drafts for row in rows)
-        # A step that has drafts and asks for none is neither kind, nor is one with a prompt. A row behind a wrong draft has
-        # the right ones again where layers are recurrent.
-        if (is_drafted or len(rows) == num_requests) and all(
-            row.count <= 1 + self._config.layer_drafts for row in rows
-        ):
-            self._costs[num_requests.bit_length()].note(is_drafted, elapsed_s)
+        before, self._was_drafted = self._was_drafted, self._is_drafted(step, num_requests)
+        # Steps are planned while the one before runs, unless that has drafts or asks for some. So a change takes other times.
+        if self._was_drafted is not None and self._was_drafted is before:
+            self._costs[num_requests.bit_length()].note(before, elapsed_s)
+
+    def _is_drafted(self, step: Step, num_requests: int) -> bool | None:
+        """Tell whether a step asks for drafts of the layer; None if its time does not tell what that costs."""
+        is_drafted = any(row.drafts for row in step.rows)
+        # A step that has drafts and asks for none is neither kind, nor is one with a prompt, before which there may have been
+        # nothing to do. A row behind a wrong draft has the right ones again where layers are recurrent.
+        has_prompt = step.admissions or any(row.count > 1 + self._config.layer_drafts for row in step.rows)
+        return is_drafted if not has_prompt and (is_drafted or len(step.rows) == num_requests) else None
 
 
 def find_repeat(tokens: "array[int]", least: int, most: int) -> int:

@@ -256,7 +256,7 @@ class Scheduler:
         plan = self.in_flight.popleft()
         assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
-        self._drafter.note_cost(plan.step.rows, len(plan.requests), self._clock())
+        self._drafter.note_cost(plan.step, len(plan.requests), self._clock())
         self.tiers.finish(plan.step, result)
         outputs = []
         for index, (request, row) in enumerate(zip(plan.requests, plan.step.rows, strict=False)):

@@ -20,6 +20,7 @@ from tests.support.adapters import Adapter
 from tests.support.checkpoints import WEIGHTS
 from tests.support.checkpoints import prompts as random_prompts
 from tests.support.draft_models import draft_model
+from tests.support.refusals import cases
 
 MODEL = Path(__file__).parents[1] / "support/draft_model"
 # No text of these tests repeats 60 tokens, so all drafts are the layer's.
@@ -31,24 +32,8 @@ FIELDS: Params = {"temperature": 0.7, "seed": 3, "logprobs": 1, "max_tokens": 48
 
 # Sampling parameters, each alone and all together in one batch. " 7:" ends within a token; a grammar and a penalty do not
 # draft; 0 to 255 are bytes, which the model never writes.
-ANSWERS: dict[str, Params] = {
-    "greedy": {},
-    "drawn": {"temperature": 1.0, "seed": 5},
-    "drawn hot": {"temperature": 2.0, "seed": 6, "top_p": 0.95, "logprobs": 2},
-    "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
-    "a stop string": {"stop": ["7 8", "2:", "5 "]},
-    "a stop string in the answer": {"stop": ["1 ", ":60", "9:"], "include_stop_str_in_output": True, "logprobs": 0},
-    "a stop token": {"stop_token_ids": [*range(FIRST + 60, FIRST + 63), *range(SECOND, SECOND + 3)]},
-    "a stop token after the least": {"stop_token_ids": [*range(SECOND, SECOND + 50)], "min_tokens": 17},
-    "no token": {"max_tokens": 0},
-    "one token": {"max_tokens": 1},
-    "two tokens": {"max_tokens": 2},
-    "two of two": {"max_tokens": 2, "min_tokens": 2, "stop_token_ids": [*range(FIRST, SECOND + 101)]},
-    "a penalty": {"presence_penalty": 0.5, "temperature": 1.0, "seed": 7},
-    "a grammar": {"structured_outputs": StructuredOutputs(regex="( [0-9]+:[0-9]*[02468])+\n")},
-    "choices": {"n": 3, "temperature": 1.3, "seed": 8},
-    "only some tokens": {"allowed_token_ids": [*range(FIRST, FIRST + 97, 2), *range(SECOND, SECOND + 101)]},
-}
+NAMES = {"FIRST": FIRST, "SECOND": SECOND, "StructuredOutputs": StructuredOutputs}
+ANSWERS: dict[str, Params] = dict(cases(__file__, "answers with drafts", **NAMES))
 
 
 def counting(start: int, length: int) -> list[int]:
@@ -61,14 +46,8 @@ def counting(start: int, length: int) -> list[int]:
 
 def opened(path: Path = MODEL, *, has_drafts: bool, **options: Any) -> LLM:
     speculation: dict[str, Any] = {"speculative_config": MTP} if has_drafts else {}
-    defaults: dict[str, Any] = {
-        "device": "cpu",
-        "kv_cache_bytes": 2**24,
-        "block_size": BLOCK,
-        "max_num_seqs": 32,
-        "seed": 1,
-    }
-    return LLM(str(path), **defaults | speculation | options, skip_tokenizer=path is not MODEL)
+    options = {"device": "cpu", "kv_cache_bytes": 2**24, "block_size": BLOCK, "max_num_seqs": 32, "seed": 1} | options
+    return LLM(str(path), **speculation | options, skip_tokenizer=path is not MODEL)
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -109,7 +88,7 @@ def test_more_than_half_of_the_drafts_are_accepted(pair: tuple[LLM, LLM]) -> Non
 def test_drafts_are_right_again_after_steps_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer stores nothing in such steps. The pages there may hold states of recurrent layers, which are no numbers
     of its own dtype."""
-    monkeypatch.setattr("penstock.engine.core.drafts.PERIOD", 20)  # two of these steps have no drafts
+    monkeypatch.setattr("penstock.engine.core.drafts.PERIOD", 20)  # four of these steps have no drafts
     with opened(has_drafts=True) as llm:
         for start in range(8):
             assert accepted_share(llm, counting(start, 8), counting(start + 20, 8)) > 0.5
