@@ -277,10 +277,12 @@ class Scheduler:
                 outputs.append(request.output([], reason, embedding=result.embeddings.get(index)))
             elif row.sample:
                 sent = plan.sent.get(index)
-                indices = [index] if sent is None else sent.accepted(result, index)
-                self._stats.accepted_tokens += len(indices) - 1
-                for place in range(len(indices) - 1):
-                    self._stats.accepted_at[place] += 1
+                indices = [index]
+                if sent is not None:
+                    indices = sent.accepted(result, index)
+                    self._stats.accepted_tokens += len(indices) - 1
+                    for place in range(len(indices) - 1):
+                        self._stats.accepted_at[place] += 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 drafted = result.drafts.get(indices[-1], []) if row.drafts else None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent, drafted))
@@ -323,7 +325,7 @@ class Scheduler:
             self._retire(request)
         elif request.may_draft:
             self._drafter.choose_drafts(request, len(tokens), sent, len(self.running), drafted)
-        num_drafted = len(sampled) - 1
+        num_drafted = 0 if sent is None else len(sampled) - 1
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, num_drafted=num_drafted)
 
     def _jump(self, request: Request, matcher: GrammarState) -> list[int]:
