@@ -31,7 +31,7 @@ from penstock.executor.child_main import die_with, leave
 from penstock.executor.logs import log_to_stderr
 
 HEARTBEAT_S = 1.0
-EXIT_S = 1.0  # maximum time between the closing of a process's socket and its exit status
+EXIT_S = 3.0  # maximum time between the closing of a process's socket and its exit status, on a busy machine
 STALL_S = 8  # a child that stops in the middle of a message, or does not read for this long, counts as dead
 LOOK_S = 0.1  # polling interval of `wait_for`
 CHILD_MAIN = "penstock.executor.child_main"
