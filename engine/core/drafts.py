@@ -93,8 +93,8 @@ class Drafter(NoDrafter):
     `draft_trust` rises with correct predictions of repeated text and falls with wrong ones. Below 1, predictions are only
     compared with the sampled tokens, which costs nothing; each level from 1 on doubles the number of drafts.
 
-    Drafts of the layer cost as much whether they are right or not. `layer_trust` is the mean number of right ones in the
-    steps that had or asked for some: the layer drafts for a request as long as that pays for what such steps cost.
+    Drafts of the layer cost as much whether they are right or not. `layer_trust` is the mean number of right ones each
+    time that the layer drafted: it does so for a request as long as that pays for what steps with its drafts cost.
     """
 
     def __init__(self, config: SpeculativeConfig, block_size: int, max_rows: int, stats: Stats, kv: Kv) -> None:
@@ -114,11 +114,9 @@ class Drafter(NoDrafter):
         any, and `drafted` those of the layer; None: the row did not ask for any."""
         is_expected, num_accepted = self._follow(request, num_new), num_new - 1
         trust = request.draft_trust
-        had_layer_drafts = sent is not None and request.has_layer_drafts
-        if drafted is not None or had_layer_drafts:  # also without any: the layer has run
+        if request.has_layer_drafts:  # also if none was sent: the layer has run
             request.layer_trust += (num_accepted - request.layer_trust) / 4
-        if drafted is not None:
-            request.awaits_drafts = False
+        request.awaits_drafts = request.awaits_drafts and drafted is None
         if sent is not None and not request.has_layer_drafts:
             num_sent = len(sent.tokens)
             trust += 1 if num_accepted == num_sent else -1 if 2 * num_accepted < num_sent else 0
@@ -132,6 +130,8 @@ class Drafter(NoDrafter):
         drafts = takewhile(lambda token: token not in request.stop_ids, repeated or (drafted or ())[:room])
         request.drafts = tuple(drafts)
         request.has_layer_drafts = bool(request.drafts) and not repeated
+        if drafted is not None and not request.drafts:  # the layer has run in vain
+            request.layer_trust -= request.layer_trust / 4
 
     def _follow(self, request: Request, num_new: int) -> bool | None:
         """Track the earlier occurrence of the text; return whether it predicted the new tokens, None if it predicted
