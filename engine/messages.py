@@ -124,7 +124,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     is_refusal: bool = False  # with an error: the request itself is invalid
     weights_version: int = 0  # version of the weights that computed `tokens`
-    num_drafted: int = 0  # number of `tokens` that were drafts
+    accepted_drafts: int = 0  # number of `tokens` that were drafts
 
 
 class Stats(msgspec.Struct, array_like=True):

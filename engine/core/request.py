@@ -230,7 +230,7 @@ class Request:
         is_refusal: bool = False,
         logprobs: list[TokenLogprobs] | None = None,
         embedding: bytes | None = None,
-        num_drafted: int = 0,
+        accepted_drafts: int = 0,
     ) -> Output:
         """Return the message to the front. The first one also has the prompt's statistics and log-probabilities."""
         is_first, self.has_output = not self.has_output, True
@@ -249,7 +249,7 @@ class Request:
             self.num_preemptions,
             is_refusal,
             self.weights_version,
-            num_drafted,
+            accepted_drafts,
         )
 
     def check(self, block_size: int) -> None:

@@ -325,8 +325,8 @@ class Scheduler:
             self._retire(request)
         elif request.may_draft:
             self._drafter.choose_drafts(request, len(tokens), sent, len(self.running), drafted)
-        num_drafted = 0 if sent is None else len(sampled) - 1
-        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, num_drafted=num_drafted)
+        accepted_drafts = 0 if sent is None else len(sampled) - 1
+        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, accepted_drafts=accepted_drafts)
 
     def _jump(self, request: Request, matcher: GrammarState) -> list[int]:
         """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.

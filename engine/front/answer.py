@@ -56,7 +56,7 @@ class RequestMetrics(msgspec.Struct):
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
-    num_drafted: int = 0  # tokens
+    accepted_drafts: int = 0  # tokens
 
 
 class Choice:
@@ -187,7 +187,7 @@ class Answer:
             self.error, self.is_refused = output.error, output.is_refusal
         metrics, now_s = self.metrics, time.monotonic() - self.started_s
         metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
-        metrics.num_drafted += output.num_drafted
+        metrics.accepted_drafts += output.accepted_drafts
         if metrics.queued_s is None:
             metrics.queued_s = output.queued_s
         if metrics.first_token_s is None and output.tokens:

@@ -28,7 +28,7 @@ class AccessLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int | None = None
     cache_miss: str | None = None  # why no more was cached (docs/operations.md)
     output_tokens: int | None = None
-    drafted_tokens: int | None = None  # of these, the drafts that were right
+    accepted_drafts: int | None = None  # of these, the tokens that were drafted
     queue_ms: float | None = None
     first_token_ms: float | None = None
     first_byte_ms: float | None = None  # for relayed answers

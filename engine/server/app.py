@@ -150,7 +150,7 @@ def _line(call: Call, route: str, status: int) -> AccessLine:
         times = call.answers[0].metrics
         line.prompt_tokens, line.output_tokens = call.num_prompt_tokens, call.num_tokens
         line.cached_tokens = call.num_cached_tokens
-        line.drafted_tokens = sum(answer.metrics.num_drafted for answer in call.answers) or None
+        line.accepted_drafts = sum(answer.metrics.accepted_drafts for answer in call.answers) or None
         reasons = dict.fromkeys(answer.reuse.reason for answer in call.answers if answer.reuse is not None)
         line.cache_miss = ",".join(reasons) or None
         line.finish_reason = ",".join(dict.fromkeys(call.finish_reasons))

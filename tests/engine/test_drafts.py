@@ -255,7 +255,9 @@ def test_right_drafts_of_the_layer_bring_several_tokens_a_step() -> None:
     stats = world.scheduler.stats()
     assert world.tokens("a") == alone(message)[0]
     assert stats.draft_tokens == stats.accepted_tokens == 60 - stats.num_steps
-    assert sum(output.num_drafted for output in world.outputs["a"]) == sum(stats.accepted_at) == stats.accepted_tokens
+    assert (
+        sum(output.accepted_drafts for output in world.outputs["a"]) == sum(stats.accepted_at) == stats.accepted_tokens
+    )
     assert stats.num_steps <= 25  # three plain ones to know their cost, then up to four tokens a step
 
 
@@ -329,5 +331,5 @@ def test_the_layer_is_compared_with_steps_that_are_planned_ahead(monkeypatch: py
     time_steps(world, lambda step, ahead: (world.now_s < 12) + (not ahead) + 0.5 * any(row.drafts for row in step.rows))
     world.submit(submit("a", [1, 2, 3], max_tokens=900, sampling=ALWAYS_7))
     world.run(check=False)
-    drafted = [output.num_drafted for output in world.outputs["a"]]
+    drafted = [output.accepted_drafts for output in world.outputs["a"]]
     assert sum(drafted[:100]) > 50 and sum(drafted[-100:]) < 20
