@@ -71,9 +71,10 @@ class StepCost:
     num_plain: int = 0
 
     def note(self, is_drafted: bool, elapsed_s: float) -> None:
-        """Take in a time; one far beyond the others, as a busy machine causes, counts as twice their mean."""
+        """Take in a time. Shorter ones count more: whatever else the machine does only makes steps longer."""
         before_s = self.drafted_s if is_drafted else self.plain_s
-        mean_s = before_s + (min(elapsed_s, 2 * before_s) - before_s) / 8 if before_s else elapsed_s
+        weight = 2 if elapsed_s < before_s else 16
+        mean_s = before_s + (min(elapsed_s, 2 * before_s) - before_s) / weight if before_s else elapsed_s
         if is_drafted:
             self.drafted_s = mean_s
         else:

@@ -1,12 +1,16 @@
 """Drafts tokens with the model's own draft layer (executor/models/draft_layer.py), once a step has sampled its tokens."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import ExecutorConfig, Row
+from penstock.executor.staging import send
 
 
 class DraftModel:
@@ -16,14 +20,18 @@ class DraftModel:
         self._model, self._pages, self._group = model, pages, group
         self._block_size, self.most = config.block_size, config.draft_tokens
 
-    def skip(self, batch: ForwardBatch) -> None:
-        """Store zeros for a batch's tokens, which the layer does not compute. A page may have held the state of a recurrent
-        layer, whose bytes may not be numbers of the layer's dtype: one of them would end all right drafts."""
-        cells = batch.by_layer(self._model.num_layers)[-1].kv_cells
+    def clear(self, rows: Sequence[Row]) -> None:
+        """Store zeros in the blocks that begin in these rows or later, since the layer may not compute all their positions. A
+        page may have held the state of a recurrent layer, whose bytes may not be numbers of the layer's dtype: one of them
+        would end all right drafts."""
+        blocks: list[int] = []
+        for row in rows:
+            first = -(-max(row.start, row.write_from) // self._block_size)
+            blocks += row.blocks[max(0, first - row.first_block) :]
         pages = self._pages[-1]
         assert not isinstance(pages, StatePages), "the draft layer attends"
-        for each in pages:
-            each[cells // self._block_size, cells % self._block_size] = 0
+        for each in pages if blocks else ():
+            each.index_fill_(0, send(np.array(blocks), each.device), 0)
 
     def draft(
         self, batch: ForwardBatch, hidden: Tensor, next_tokens: Tensor, rows: Tensor | None, counts: Tensor, most: int

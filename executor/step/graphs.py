@@ -198,8 +198,6 @@ class StepGraphs:
 
     def _compute(self, size: PaddedSize, adapted: SlotRuns | None) -> tuple[Tensor, RowTensors]:
         self._batch, row_tensors = self._inputs.compute_padded(size, self._max_context)
-        if self._drafts is not None:
-            self._drafts.skip(self._batch)  # until its own graph runs, if it does
         hidden = self._model.forward(replace(self._batch, adapters=adapted), self._pages)
         return hidden, without_tokens(row_tensors)
 

@@ -139,6 +139,8 @@ class ModelRunner:
             if self._rebalancer is not None:
                 self._rebalancer.boundary(sum(row.count for row in step.rows))
             self._inputs.take(step.rows)
+            if self._drafts is not None:
+                self._drafts.clear(step.rows)
             if self._sampler is not None:
                 for row in step.rows:
                     if row.tokens:
@@ -225,8 +227,6 @@ class ModelRunner:
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if drafts is not None:
             launched.draft = partial(self._draft, drafts, layout, batch, hidden, launched)
-        elif self._drafts is not None:
-            self._drafts.skip(batch)
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
                 first, end = np.searchsorted(output_indices, layout.query_starts[row : row + 2]).tolist()
