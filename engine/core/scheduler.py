@@ -298,12 +298,12 @@ class Scheduler:
         drafted: list[int] | None,
     ) -> Output:
         """Append the sampled token, or several with accepted drafts; end the request if it is complete."""
-        tokens, token = [*sampled, *request.forced], sampled[-1]
+        tokens, token, num_right = [*sampled, *request.forced], sampled[-1], len(sampled) - 1
         request.forced = []
         if request.slot >= 0 and sent is not None:  # drafts that were right are computed
-            request.num_scheduled += len(sampled) - 1
-            request.num_known += len(sampled) - 1
-            self.kv.end_drafts(request, len(sampled) - 1, len(sent.tokens))
+            request.num_scheduled += num_right
+            request.num_known += num_right
+            self.kv.end_drafts(request, num_right, len(sent.tokens))
         self.kv.append(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):
@@ -325,8 +325,7 @@ class Scheduler:
             self._retire(request)
         elif request.may_draft:
             self._drafter.choose_drafts(request, len(tokens), sent, len(self.running), drafted)
-        accepted_drafts = 0 if sent is None else len(sampled) - 1
-        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, accepted_drafts=accepted_drafts)
+        return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, accepted_drafts=num_right)
 
     def _jump(self, request: Request, matcher: GrammarState) -> list[int]:
         """Append the tokens that the grammar forces next, so that one step computes all of them; return these tokens.
