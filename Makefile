@@ -101,7 +101,7 @@ prove-wheel: $(TOOLS)
 	@$(PIP) build
 	rm -rf $(PROVE_WHEEL) dist/penstock_prove-*
 	mkdir -p $(PROVE_WHEEL)/penstock_prove
-	cp prove/*.py tests/support/reference_server.py deploy/prove/__main__.py $(PROVE_WHEEL)/penstock_prove
+	cp prove/*.py prove/*.json tests/support/{reference_server.py,defects.json} deploy/prove/__main__.py $(PROVE_WHEEL)/penstock_prove
 	cp deploy/prove/pyproject.toml docs/trust.md LICENSE $(PROVE_WHEEL)
 	sed -n 's/^__version__ = "\(.*\)"/\1/p' src/penstock/__init__.py > $(PROVE_WHEEL)/VERSION
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist $(PROVE_WHEEL) > $(PROVE_WHEEL)/log 2>&1 || { cat $(PROVE_WHEEL)/log; exit 1; }

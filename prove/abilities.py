@@ -6,27 +6,13 @@ many servers accept unknown fields.
 
 import random
 import secrets
-from typing import Any
 
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH, Asker
 from .metrics import Metrics
 from .options import ProveError
-from .questions import NUM_TOPS, RESET, WORDS, Abilities, as_prompt, in_form_of
-from .schema import FORCED, FORMATTED
+from .questions import RESET, TRIALS, WORDS, Abilities, as_prompt, in_form_of
+from .schema import FORCED
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "stop": {"stop": ["zq"]},
-    "n": {"n": 2},
-    "logprobs": {"logprobs": NUM_TOPS},
-    "return_token_ids": {"return_token_ids": True},
-    "prompt_logprobs": {"prompt_logprobs": 1},
-    "presence_penalty": {"presence_penalty": 1.0},
-    "cache_salt": {"cache_salt": "a"},
-    "priority": {"priority": 1},
-    "structured_outputs": {"structured_outputs": {"regex": "[a-z]{3,9}"}, "max_tokens": 20},
-    "response_format": {"response_format": FORMATTED, "max_tokens": 40},
-    "seed": {"seed": 1, "temperature": 1},
-}
 APIS = {"chat": CHAT_PATH, "tools": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
@@ -48,7 +34,7 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     if not answer.is_done:
         raise ProveError(f"url: {PATH} is not answered: {answer.error or 'no end came'}")
     is_lenient = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
-    for name, fields in FIELDS.items():
+    for name, fields in TRIALS.items():
         answer = await asker.ask({**plain, **fields})
         choice = answer.first
         seen: dict[str, object] = {  # the other fields have no visible effect on every answer
@@ -111,7 +97,7 @@ async def _choose_material(asker: Asker, abilities: Abilities, seed: int) -> Non
     """Make the text that prompts are cut from, as token ids where the server has /tokenize and accepts ids."""
     # Twelve blocks, fewer of large blocks; the rest of the context is for the answer.
     abilities.longest = min(12 * abilities.block, max(192, 6 * abilities.block), (abilities.context or 4096) - 64)
-    words = random.Random(seed).choices(WORDS.split(), k=6 * abilities.longest)
+    words = random.Random(seed).choices(WORDS, k=6 * abilities.longest)
     ids: list[int] = []
     for first in range(0, len(words), abilities.longest // 4):  # keeps each text shorter than the longest prompt
         text = " ".join(words[first : first + abilities.longest // 4])

@@ -8,15 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-END_MARKS = ("response.completed", "response.incomplete", "response.failed", "message_stop")  # like [DONE]
-FINISHES = {  # the finish reasons of Responses and Messages, in the words of chats
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "max_tokens": "length",
-    "tool_use": "tool_calls",
-    "completed": "stop",
-    "incomplete": "length",
-}
+from .tables import load_table
+
+_TABLE = load_table("answers")
+END_MARKS = _TABLE["end_marks"]  # like [DONE]
+FINISHES: dict[str, str] = _TABLE["finishes"]  # the finish reasons of Responses and Messages, in the words of chats
 
 
 def loads(data: bytes) -> Any:

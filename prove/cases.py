@@ -63,7 +63,7 @@ class CaseRun:
 
     def chat(self, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
         """Return a chat request with a random text."""
-        text = " ".join(self._rng.choices(WORDS.split(), k=12))
+        text = " ".join(self._rng.choices(WORDS, k=12))
         return {**self.abilities.chat(text, max_tokens), **fields}
 
     async def ask(self, body: dict[str, Any], path: str = PATH, leaves_s: float | None = None) -> AskResult:

@@ -4,14 +4,14 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .http_client import key_header
+from .tables import load_table
 
 MAX_SECONDS = 1e9
-MORE_WORLDS = "small-steps, drafts, ranks, tiers, router, split"
 OWN_SERVERS = ("worlds", "faults", "model", "serve_options")  # options of servers that are started here
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -27,50 +27,30 @@ def _size_bytes(text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _option(text: str, default: Any = None, metavar: str | None = None, flag: str = "", **settings: Any) -> Any:
-    """Declare an option. The default determines how argparse reads it, and stands in the help if it is a number; `flag`
-    replaces the flag that is derived from the field, and the other settings are those of argparse."""
-    settings |= {"action": "store_true"} if isinstance(default, bool) else {"metavar": metavar}
-    if isinstance(default, tuple):
-        settings["action"] = "append"
-    elif isinstance(default, int | float) and not isinstance(default, bool):
-        settings.setdefault("type", type(default))
-        text = text if "default" in text else f"{text} (default: {default:g})"
-    return field(default=default, metadata={"flag": flag, "settings": {"help": text, **settings}})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
     """How much is asked, how fast and for how long, and which servers are started."""
 
-    seed: int = _option("seed of questions, schedule and faults: the same requests each time", 0, "N")
-    requests: int = _option("requests under load, in addition to those that are asked alone", 300, "N")
-    rate: float = _option("requests per second on average, in bursts", 20.0, "R")
-    concurrency: int = _option("most requests in flight", 16, "N")
-    duration: float = _option("most seconds for the run; requests that do not fit are left out", 300.0, "S")
-    max_bytes: int = _option("most bytes to send and receive (default: 64MiB)", 64 * 2**20, "SIZE", type=_size_bytes)
-    timeout: float = _option("an answer without a byte for this many seconds counts as hung", 120.0, "S")
-    exact: bool = _option("require the same bits: allow no tie and no difference in a log-probability", False)
-    cases: tuple[str, ...] = _option("run only this case, without load (all: every case)", (), "NAME", "--case")
-    lists_cases: bool = _option("list the cases: their requests, and the meaning of a finding", False, flag="--list")
-    self_test: bool = _option("find the planted defects of the reference server in penstock-prove", False)
-    scripts: str | None = _option(
-        "write a curl script and a bug report for the failures here (default: none)", None, "DIR"
-    )
-    json: str | None = _option("write the result as JSON (default: only its line on standard output)", None, "FILE")
-    junit: str | None = _option("write the result as JUnit XML (default: none)", None, "FILE")
-    badge: str | None = _option("write an SVG badge with the number of findings (default: none)", None, "FILE")
-    header: tuple[str, ...] = _option(
-        "header of every request, besides PENSTOCK_API_KEY or OPENAI_API_KEY", (), "KEY=VALUE"
-    )
-    worlds: tuple[str, ...] = _option(
-        f"servers to start: uniproc (default), {MORE_WORLDS} or all", (), "NAME", "--world"
-    )
-    faults: tuple[str, ...] = _option(
-        "start a server and inject this fault under load; all: every fault", (), "NAME", "--fault"
-    )
-    model: str | None = _option("hub name, folder or .gguf file (default: the default model)")
-    serve_options: str = _option("further options of penstock serve, in one argument", "", "WORDS")
+    seed: int = 0
+    requests: int = 300
+    rate: float = 20.0
+    concurrency: int = 16
+    duration: float = 300.0
+    max_bytes: int = 64 * 2**20
+    timeout: float = 120.0
+    exact: bool = False
+    cases: tuple[str, ...] = ()
+    lists_cases: bool = False
+    self_test: bool = False
+    scripts: str | None = None
+    json: str | None = None
+    junit: str | None = None
+    badge: str | None = None
+    header: tuple[str, ...] = ()
+    worlds: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    model: str | None = None
+    serve_options: str = ""
 
     def __post_init__(self) -> None:
         for name in ("requests", "concurrency", "max_bytes"):
@@ -101,11 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the URL and the options to the parser of the command."""
     parser.add_argument("url", nargs="?", help="a server or router with OpenAI's /v1/completions (default: start one)")
     own = parser.add_argument_group("servers of its own")
-    for option in fields(ProveOptions):
-        flag = option.metadata["flag"] or f"--{option.name.replace('_', '-')}"
-        default = [] if option.default == () else option.default  # argparse appends to the default
-        group = own if option.name in OWN_SERVERS else parser
-        group.add_argument(flag, dest=option.name, default=default, **option.metadata["settings"])
+    for name, row in load_table("options").items():
+        default, group = getattr(ProveOptions, name), own if name in OWN_SERVERS else parser
+        settings: dict[str, Any] = {"dest": name, "default": default, "help": row["help"]}
+        if isinstance(default, bool):
+            settings["action"] = "store_true"
+        elif default == ():
+            # argparse appends to the default.
+            settings |= {"action": "append", "default": [], "metavar": row["metavar"]}
+        else:
+            settings["metavar"] = row.get("metavar")
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            settings["type"] = _size_bytes if name == "max_bytes" else type(default)
+            settings["help"] += "" if "default" in row["help"] else f" (default: {default:g})"
+        group.add_argument(row.get("flag", f"--{name.replace('_', '-')}"), **settings)
 
 
 def chosen(field: str, names: Sequence[str], choices: Mapping[str, Any]) -> list[str]:

@@ -19,22 +19,15 @@ from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
 from .metrics import Metrics
 from .options import ProveOptions
 from .questions import RESET, Abilities, Ask, questions, schedule
+from .tables import load_table
 
 Injector = Callable[[], Coroutine[Any, Any, str]]  # returns what it found broken, or an empty text
 MAX_GROWTH = 128 * 2**20  # bytes of the server's memory, over the second half of the requests
 WINDOW = 24  # earlier requests that may have caused a failure
 SETTLE_S = 15.0
-HELD = (  # metrics that must be 0 after the last request
-    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
-    *("llamacpp:requests_processing", "llamacpp:requests_deferred"),
-)
-REACHED = {
-    "preemptions": "vllm:num_preemptions_total",
-    "cached tokens": "vllm:prefix_cache_hits_total",
-    "kept tokens": "llamacpp:prompt_tokens_cached_total",
-    "restored blocks": "penstock:kv_tier_loaded_blocks_total",
-    "accepted drafts": "vllm:spec_decode_num_accepted_tokens_total",
-}
+_METRICS = load_table("metrics")
+HELD: list[str] = _METRICS["held"]  # metrics that must be 0 after the last request
+REACHED: dict[str, str] = _METRICS["reached"]  # the metric of each event
 
 
 @dataclass

@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from .asker import MESSAGES_PATH, RESPONSES_PATH
 from .schema import FORMATTED
+from .tables import load_table
 
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words if a server does not accept ids
 
 NUM_TOPS = 5  # alternatives requested for each token
-WORDS = """the a of in on under over near river bridge bread moon ship chess winter violin map bee glass train blue old
-slow quiet seven twelve said wrote found kept lost gave began and but because while until every other long small"""
+_TABLE = load_table("questions")
+WORDS: list[str] = _TABLE["words"].split()
 
 
 @dataclass
@@ -79,31 +80,13 @@ class Manner(NamedTuple):
     leaves: bool = False
 
 
-KINDS: dict[str, Manner] = {
-    "plain": Manner(8),
-    "stop": Manner(2, "stop", {"stop": [[" the", "e"], [","], [" a", "o"], [".", "u"]]}),
-    "choice": Manner(1, "structured_outputs", {"structured_outputs": [{"choice": ["yes", "no", "maybe so"]}]}),
-    "regex": Manner(1, "structured_outputs", {"structured_outputs": [{"regex": "[a-z]{3,9}( [a-z]{2,7}){3}"}]}),
-    "schema": Manner(1, "response_format", {"response_format": [FORMATTED]}),
-    # A repetition_penalty scales logits, which are not shown, so its ties could not be told.
-    "penalty": Manner(1, "presence_penalty", {"presence_penalty": [0.5, 1.0]}),
-    "prompt_logprobs": Manner(1, "prompt_logprobs", {"prompt_logprobs": [1]}),
-    "adapter": Manner(2, "adapter"),
-}
-
-
-MANNERS: dict[str, Manner] = {
-    "whole": Manner(4, streams=False),
-    "stream": Manner(4, streams=True),
-    "cancelled": Manner(5, leaves=True),
-    "twins": Manner(1, copies=4),
-    "n": Manner(2, "n", {"n": [2, 3, 4]}),
-    "salted": Manner(2, "cache_salt", {"cache_salt": ["one", "two"]}),
-    "priority": Manner(2, "priority", {"priority": [-1, 1, 2]}),
-    "slow reader": Manner(1, streams=True, reads="slowly"),
-    "vanished": Manner(1, streams=True, reads="never", leaves=True),
-    "bare": Manner(2, fields={"logprobs": [None]}),  # only tokens are requested
-}
+# A repetition_penalty scales logits, which are not shown, so its ties could not be told.
+KINDS = {name: Manner(**row) for name, row in _TABLE["kinds"].items()}
+KINDS["schema"] = Manner(1, "response_format", {"response_format": [FORMATTED]})
+MANNERS = {name: Manner(**row) for name, row in _TABLE["manners"].items()}
+# A trial of each ability. A field counts as supported when its effect is seen, or if it has none that can be seen.
+TRIALS: dict[str, dict[str, Any]] = _TABLE["trials"]
+TRIALS["response_format"] = {"response_format": FORMATTED, "max_tokens": 40}
 RESET = "reset"  # in place of a question: empties the prefix cache
 
 

@@ -15,18 +15,11 @@ from .asker import PATH
 from .proof import Finding, Proof
 from .questions import Ask
 from .report import bug_report
+from .tables import load_table
 
 TRIES, SLOW_TRIES = 10, 3  # each try of a hang takes a timeout
 PER_KIND = 2  # failures of one kind that get a script
-HEAD = """#!/bin/sh
-# {description}
-# {note}
-# sh {name} [http://HOST:PORT]; a key is read from PENSTOCK_API_KEY or OPENAI_API_KEY
-URL=${{1:-{url}}}
-KEY=${{PENSTOCK_API_KEY:-$OPENAI_API_KEY}}
-call() {{ curl -sN "$@" -H 'Content-Type: application/json' ${{KEY:+-H "Authorization: Bearer $KEY"}}; }}
-ask() {{ call --max-time "$1" "$URL$2" -d "$3"; echo; }}
-"""
+HEAD = "\n".join([*load_table("texts")["script"], ""])
 
 
 async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:

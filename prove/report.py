@@ -8,13 +8,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 from .judge import OUTCOMES
 from .proof import Finding, Proof
+from .tables import load_table
 
 NOT_ENOUGH = 3  # exit code: too few answers arrived in time to tell
-BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="220" height="20" font-family="Verdana,sans-serif" font-size="11">
-<rect width="110" height="20" fill="#555"/><rect x="110" width="110" height="20" fill="{color}"/>
-<g fill="#fff" text-anchor="middle"><text x="55" y="14">penstock-prove</text><text x="165" y="14">{text}</text></g>
-</svg>
-"""
+_TEXTS = load_table("texts")
 
 
 def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
@@ -66,11 +63,8 @@ def table(proof: Proof, result: dict[str, Any]) -> str:
         error = f"log-probabilities are exact to {proof.measured:.2g} nats; {proof.error:.2g} are allowed"
     lines += [error, *(f"{finding.kind}: {finding.description}" for finding in proof.findings[:20])]
     if exit_code(result) == NOT_ENOUGH:
-        lines.append(
-            f"not enough answers: in {proof.options.duration:g} s {len(proof.references)} of {len(proof.questions)} "
-            "questions were answered alone, and no answer under load could be compared with one of those; raise --duration "
-            "or --max-bytes, or use a less busy machine"
-        )
+        numbers = {"answered": len(proof.references), "questions": len(proof.questions)}
+        lines.append(_TEXTS["not enough"].format(seconds=proof.options.duration, **numbers))
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)
 
@@ -84,7 +78,7 @@ def write_reports(proof: Proof, result: dict[str, Any]) -> None:
     for path, content in [
         (options.json, json.dumps(result, indent=1) + "\n"),
         (options.junit, _junit(proof, result)),
-        (options.badge, BADGE.format(color=color, text=text)),
+        (options.badge, "\n".join([*_TEXTS["badge"], ""]).format(color=color, text=text)),
     ]:
         if path is not None:
             Path(path).write_text(content)
@@ -106,10 +100,6 @@ def _junit(proof: Proof, result: dict[str, Any]) -> str:
 def bug_report(proof: Proof, finding: Finding, script: str) -> str:
     """Return one paragraph about a finding, ready to be pasted into a bug tracker."""
     found = f"the case `{finding.case}`" if finding.case else "requests under load"
-    return (
-        f"**{finding.kind}: {finding.description}**\n\n"
-        f"This was found with the model `{proof.abilities.model}` by {found} of `penstock-prove --seed "
-        f"{proof.options.seed}`. The reference is the server's own answer, asked alone and without reuse of its cache; "
-        f"{proof.error:.2g} nats of difference in a log-probability were allowed. The script `{script}` sends the "
-        "requests with curl.\n"
-    )
+    place = {"kind": finding.kind, "description": finding.description, "place": found, "script": script}
+    error = f"{proof.error:.2g}"
+    return str(_TEXTS["report"]).format(**place, model=proof.abilities.model, seed=proof.options.seed, error=error)

@@ -4,29 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .answers import loads
+from .tables import load_table
 
 TOOL_TOKENS = 160  # most of a call
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-_WORD, _COUNT = {"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999}
-SCHEMA = _object(name=_WORD, count=_COUNT)
+_TABLE = load_table("schemas")
+SCHEMA: dict[str, Any] = _TABLE["counted"]
 FORMATTED = {"type": "json_schema", "json_schema": {"name": "counted", "schema": SCHEMA}}
-TOOLS: dict[str, dict[str, Any]] = {
-    "get_weather": _object(city=_WORD, unit={"enum": ["celsius", "fahrenheit"]}, days=_COUNT),
-    "order_parts": _object(
-        parts={"type": "array", "items": _object(name=_WORD, count=_COUNT), "minItems": 1, "maxItems": 2},
-        is_urgent={"type": "boolean"},
-        note={"anyOf": [_WORD, {"type": "null"}]},
-    ),
-    "move_file": {
-        **_object(source={"$ref": "#/$defs/place"}, target={"$ref": "#/$defs/place"}, mode={"enum": ["copy", "move"]}),
-        "$defs": {"place": _object(disk=_COUNT, path=_WORD)},
-    },
-}
+TOOLS: dict[str, dict[str, Any]] = _TABLE["tools"]
 # The fields of a chat that force a call of a tool.
 FORCED: dict[str, dict[str, Any]] = {
     name: {

@@ -27,6 +27,9 @@ def main() -> None:
     from penstock.engine.page.document import document
 
     assert bytes(document().body).startswith(b"<!doctype html>")  # all their files are there
+    from penstock.prove.own.server import WORLDS
+
+    assert "tiers" in WORLDS
     assert "torch" not in sys.modules
 
     [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")

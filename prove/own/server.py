@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..http_client import Client, Target
 from ..options import ProveError
+from ..tables import load_table
 
 START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 # The signals on which prove ends its servers. nohup makes a process ignore one of them, a shell's background job two.
@@ -28,8 +29,6 @@ END_SIGNALS = [
 PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 DIE_WITH = (sys.executable, "-P", "-m", "penstock.executor.process_life")  # then the parent's PID, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
-HOST = "--kv-host-bytes 8MiB"
-LOOKUP = '--speculative-config {{"method":"ngram"}}'
 
 
 class World(NamedTuple):
@@ -40,18 +39,8 @@ class World(NamedTuple):
     router: str = ""
 
 
-WORLDS: dict[str, World] = {
-    "uniproc": World([TINY]),
-    "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
-    "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{TINY} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # divides the model's 9 heads
-    "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
-    "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
-    "split": World(
-        [f"{TINY} {HOST} --kv-peer-listen {{peer}}", f"{TINY} {HOST} --kv-peer {{peer}}"],
-        "--backend {url1} --backend {url0},prefill={peer} --prefill-threshold 32",
-    ),
-}
+# The number of ranks divides the default model's 9 heads.
+WORLDS = {name: World(**row) for name, row in load_table("own/worlds").items()}
 
 
 class OwnServer:
@@ -65,7 +54,7 @@ class OwnServer:
         for number, options in enumerate(servers):
             port = free_port()
             self.url = words[f"url{number}"] = f"http://127.0.0.1:{port}"
-            filled = (word.format(**words) for word in options.split())
+            filled = (word.format(**words) for word in f"{TINY} {options}".split())
             named = ["serve", *([model] if model else []), "--port", str(port)]
             self._commands.append([*PENSTOCK, *named, *filled, *more])
         if router:

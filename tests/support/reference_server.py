@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK, NUM_BLOCKS, CONTEXT, NUM_REASONING = 8, 64, 256, 3
@@ -28,51 +29,7 @@ stream_options n logprobs top_logprobs return_token_ids cache_salt seed stop res
 presence_penalty"""
 FIELDS = {*_FIELDS.split()}
 # The defects that can be planted, each with the kind of finding that must come of it.
-DEFECTS = {
-    "hash-ignores-last-token": "wrong",
-    "off-by-one-block": "wrong",
-    "positions-shifted": "wrong",
-    "full-pool": "wrong",
-    "freed-twice-by-cancel": "wrong",
-    "n-writes-into-prompt": "wrong",
-    "slots-swapped": "wrong",
-    "stale-draft": "wrong",
-    "adapter-shares-cache": "wrong",
-    "nan-after-hit": "numbers",
-    "scale-dropped": "numbers",
-    "batch-noise": "numbers",
-    "salt-ignored": "foreign",
-    "stale-after-reset": "foreign",
-    "cached-overcounted": "foreign",
-    "salt-never-hits": "reuse",
-    "short-prefix-never-hits": "reuse",
-    "context-cut": "truncated",
-    "context-count-cut": "truncated",
-    "long-prompt-cut": "truncated",
-    "chunk-lost": "stream",
-    "reasoning-lost": "stream",
-    "tool-chunk-lost": "stream",
-    "tool-argument-cut": "schema",
-    "tool-renamed": "schema",
-    "json-cut-beside-others": "schema",
-    "usage-off-by-one": "usage",
-    "stream-usage-off-by-one": "usage",
-    "chat-usage-without-template": "usage",
-    "seed-ignored": "seed",
-    "seed-depends-on-batch": "seed",
-    "one-seed": "seed",
-    "stop-string-leaks": "stop",
-    "stop-cuts-too-much": "stop",
-    "responses-without-instructions": "wrong",
-    "messages-without-system": "wrong",
-    "finish-lost": "no end",
-    "hang": "hang",
-    "error-after-reuse": "error",
-    "blocks-held": "blocks",
-    "memory-grows": "memory",
-    "descriptors-leak": "descriptors",
-}
-
+DEFECTS: dict[str, str] = json.loads((Path(__file__).parent / "defects.json").read_text())
 
 # Proves the server at a URL, under a name and with a timeout in seconds; returns the result.
 Prove = Callable[[str, str, float], Awaitable[dict[str, Any]]]

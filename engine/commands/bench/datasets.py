@@ -19,7 +19,6 @@ from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, flag, options_of
 from penstock.prove.questions import WORDS
 
-_WORDS = WORDS.split()
 _SPECIAL_IDS = 100  # the lowest ids are often special tokens, so they are not drawn
 # Conversations outside of these limits are skipped, as other benchmarks of this data do.
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
@@ -47,11 +46,11 @@ class PromptSource(NamedTuple):
     def draw(self, count: int, rng: random.Random) -> list[int]:
         """Draw ids of words or of tokens for `sample`."""
         if self.is_text:
-            return rng.choices(range(len(_WORDS)), k=count)
+            return rng.choices(range(len(WORDS)), k=count)
         return rng.choices(range(min(_SPECIAL_IDS, self.vocab_size // 2), self.vocab_size), k=count)
 
     def sample(self, ids: list[int], output_len: int, arrival_s: float | None = None) -> Sample:
-        prompt = " ".join(_WORDS[each] for each in ids) if self.is_text else ids
+        prompt = " ".join(WORDS[each] for each in ids) if self.is_text else ids
         return Sample(prompt, len(ids), output_len, arrival_s)
 
 
