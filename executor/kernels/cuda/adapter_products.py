@@ -33,25 +33,18 @@ def add_lora(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widt
     _inner[(len(tiles), num_parts * (rank // 16))](
         x, tiles, down, inner, K=depth, INNER=num_parts * rank, ROWS=ROWS, DEPTH=DEPTH, num_warps=4, num_stages=3
     )
-    column = 0
-    for part, size in enumerate(widths):
-        _outer[(len(tiles), triton.cdiv(size, COLUMNS))](
-            inner,
-            tiles,
-            up,
-            y,
-            WIDTH=width,
-            FIRST=column,
-            SIZE=size,
-            INNER=num_parts * rank,
-            PART=part,
-            RANK=rank,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            num_warps=4,
-            num_stages=2,
-        )
-        column += size
+    _outer[(len(tiles), sum(triton.cdiv(size, COLUMNS) for size in widths))](
+        inner,
+        tiles,
+        up,
+        y,
+        WIDTHS=tuple(widths),
+        RANK=rank,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 @kernel
@@ -94,11 +87,7 @@ def _outer(
     tiles_ptr,
     up_ptr,
     y_ptr,
-    WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    PART: tl.constexpr,
+    WIDTHS: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -108,17 +97,38 @@ def _outer(
     if tl.load(tiles_ptr + tl.program_id(0) * 3 + 1) == 0:
         return
     row, is_row, place = _rows_of(tiles_ptr, ROWS)
+    NUM_PARTS: tl.constexpr = len(WIDTHS)
+    WIDTH: tl.constexpr = first_column(WIDTHS, NUM_PARTS)
+    columns = tl.program_id(1)
+    part, first, end = 0, 0, WIDTHS[0]
+    for other in tl.static_range(1, NUM_PARTS):
+        is_later = columns >= first_tile(WIDTHS, COLUMNS, other)
+        part += is_later.to(tl.int32)
+        first = tl.where(is_later, first_column(WIDTHS, other) - COLUMNS * first_tile(WIDTHS, COLUMNS, other), first)
+        end = tl.where(is_later, first_column(WIDTHS, other + 1), end)
     rank = tl.arange(0, RANK)
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    inner_ptrs = inner_ptr + row * INNER + PART * RANK + rank[None, :]
+    column = (first + columns * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inner_ptrs = inner_ptr + row * (NUM_PARTS * RANK) + part * RANK + rank[None, :]
     inner = tl.load(inner_ptrs, mask=is_row, other=0.0)
-    up_ptrs = up_ptr + (place.to(tl.int64) * WIDTH + FIRST + column) * RANK + rank[:, None]
-    up = load_inside(up_ptrs, column < SIZE, SIZE % COLUMNS == 0)
+    up_ptrs = up_ptr + (place.to(tl.int64) * WIDTH + column) * RANK + rank[:, None]
+    up = load_inside(up_ptrs, column < end, first_tile(WIDTHS, COLUMNS, NUM_PARTS) * COLUMNS == WIDTH)
     sums = tl.dot(inner, up, input_precision="ieee")
-    y_ptrs = y_ptr + row * WIDTH + FIRST + column
-    is_inside = is_row & (column < SIZE)
+    y_ptrs = y_ptr + row * WIDTH + column
+    is_inside = is_row & (column < end)
     sums += tl.load(y_ptrs, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(y_ptrs, sums.to(y_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.constexpr_function
+def first_column(widths, part):
+    """Return the first column of a part, or the number of columns."""
+    return sum(widths[:part])
+
+
+@triton.constexpr_function
+def first_tile(widths, columns, part):
+    """Return the first tile of so many columns of a part, or the number of tiles; no tile belongs to two parts."""
+    return sum(triton.cdiv(width, columns) for width in widths[:part])
 
 
 @triton.jit

@@ -101,6 +101,14 @@ def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest
     assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
 
 
+def test_an_adapter_adds_to_all_parts_of_a_product_with_two_launches() -> None:
+    kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
+    case, *_ = cases.adapters(kit, "", 64, (128, 64, 64))
+    with launches() as names:
+        case.call(triton_kernels(kit.device))
+    assert [name for name in names if name.startswith("_")] == ["_inner", "_outer"]
+
+
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
     """Count the launches of a step whose rows may have long contexts, as far as is known when a graph is captured."""
     (folder / "config.json").write_text(json.dumps(config))
