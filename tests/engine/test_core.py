@@ -12,24 +12,15 @@ from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import engine_core
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.core.process import CONTROL_DEADLINES_S, Duty, _serve, _take, heartbeat
+from penstock.engine.core.process import CONTROL_DEADLINES_S, Duty, _take, heartbeat
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.kv_stream import keys_in
-from penstock.engine.messages import (
-    CacheUpdate,
-    Control,
-    ControlReply,
-    FromCore,
-    Heartbeat,
-    Shutdown,
-    ToCore,
-    WatchCache,
-)
+from penstock.engine.messages import CacheUpdate, Control, ControlReply, Heartbeat, WatchCache, Withdraw
 from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import OracleExecutor, content_folder
-from tests.support.simulation import submit
+from tests.support.simulation import serve, submit
 
 CONFIG = EngineConfig(
     executor=ExecutorConfig(max_model_len=4096, hf_overrides={"vocab_size": 50}), scheduler=SchedulerConfig()
@@ -105,22 +96,18 @@ def test_a_core_with_a_step_in_flight_settles_and_forgets(is_paused: bool, monke
 def test_blocks_that_an_idle_core_still_saves_are_reported_at_once() -> None:
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
     core = EngineCore(CONFIG, OracleExecutor(executor_config, 1))
-    arrivals: list[list[ToCore]] = [[WatchCache(True), submit("a", [1] * 64, max_tokens=1)]]
-    reported: set[bytes] = set()
-
-    class Link:
-        def receive(self, timeout_s: float | None) -> list[ToCore]:
-            if timeout_s == 0.0 or not core.is_settled:
-                return []
-            return arrivals.pop() if arrivals else [Shutdown()]
-
-        def send(self, message: FromCore) -> None:
-            if isinstance(message, CacheUpdate) and message.tier == "host":
-                reported.update(keys_in(message.stored))
-
-    _serve(core, Link(), Duty())  # type: ignore[arg-type]
+    sent = serve(core, [WatchCache(True), submit("a", [1] * 64, max_tokens=1)])
+    updates = [message for message in sent if isinstance(message, CacheUpdate) and message.tier == "host"]
+    reported = {key for update in updates for key in keys_in(update.stored)}
     host = core.scheduler.kv.pools()["host"]
     assert reported == {key[:8] for key in host.cached_keys()} and len(reported) == 4
+
+
+def test_a_sleep_that_is_withdrawn_in_the_same_turn_is_not_begun() -> None:
+    core = EngineCore(CONFIG, OracleExecutor(CONFIG.executor))
+    sent = serve(core, [Control(1, "sleep", mode="wait"), Withdraw(1)])
+    (reply,) = (message for message in sent if isinstance(message, ControlReply))
+    assert reply.error == "the caller has left" and not core.pauses.is_paused and not core.pauses.asleep
 
 
 def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pytest.MonkeyPatch) -> None:

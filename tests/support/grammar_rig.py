@@ -4,8 +4,6 @@ import re
 import threading
 from typing import Any
 
-import numpy as np
-
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
@@ -13,6 +11,7 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
+from tests.support import simulation
 from tests.support.fake_engine import EOS, byte_tokenizer
 from tests.support.simulation import CoreRig
 
@@ -60,10 +59,9 @@ def text_of(tokens: list[int]) -> str:
 def submit(
     request_id: str, tokens: list[int], outputs: StructuredOutputs | None, max_tokens: int = 40, **options: Any
 ) -> Submit:
-    sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=(EOS,))
     grammar = None if outputs is None else grammar_source(outputs)
-    prompt = np.array(tokens, "<i4").tobytes()
-    return Submit(request_id, prompt, sampling, max_tokens, grammar=grammar, **options)
+    defaults = {"sampling": Sampling(temperature=0.0, stop_ids=(EOS,)), "grammar": grammar}
+    return simulation.submit(request_id, tokens, max_tokens, **{**defaults, **options})
 
 
 class Core(CoreRig):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -15,11 +16,12 @@ import numpy as np
 
 from penstock.cache.tiers.base import Store
 from penstock.engine.config import MAX_LAYER_DRAFTS, EngineConfig, SchedulerConfig, SpeculativeConfig
+from penstock.engine.core import process
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiers import Tiers
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.messages import Output, Submit
+from penstock.engine.messages import FromCore, Output, Shutdown, Submit, ToCore
 from penstock.executor.protocol import ExecutorConfig, GroupInfo, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.driver import Driver
@@ -243,6 +245,19 @@ class CoreRig(World):
     def run(self, check: bool = True, limit: int = 10_000) -> None:
         while self.core.has_work():
             self.step()
+
+
+def serve(core: EngineCore, *arrivals: list[ToCore]) -> list[FromCore]:
+    """Run the loop of the core's process, which receives one of these lists whenever it has nothing to do, and at last its
+    end. Return what it sends."""
+    end: list[ToCore] = [Shutdown()]
+    batches, sent = iter([*arrivals, end]), list[FromCore]()
+
+    def receive(timeout_s: float | None) -> list[ToCore]:
+        return [] if timeout_s in (0.0, process.TRANSFER_POLL_S) else next(batches)
+
+    process._serve(core, cast(Any, SimpleNamespace(receive=receive, send=sent.append)), process.Duty())
+    return sent
 
 
 def alone(

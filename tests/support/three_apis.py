@@ -28,15 +28,8 @@ class Seen(NamedTuple):
 
 
 def logprobs_of(entries: list[Json]) -> tuple[Logprob, ...]:
-    return tuple(
-        (
-            each["token"],
-            each["logprob"],
-            each["bytes"],
-            [(top["token"], top["logprob"]) for top in each["top_logprobs"]],
-        )
-        for each in entries
-    )
+    tops = [[(top["token"], top["logprob"]) for top in each["top_logprobs"]] for each in entries]
+    return tuple((each["token"], each["logprob"], each["bytes"], top) for each, top in zip(entries, tops, strict=True))
 
 
 def arguments_of(text: str) -> Any:
@@ -120,12 +113,9 @@ def whole_response(reply: Json) -> Seen:
     cut_off = {"reason": "max_output_tokens"} if reply["status"] == "incomplete" else None
     assert reply["incomplete_details"] == cut_off
     usage = reply["usage"]
-    read, cached, written = (
-        usage["input_tokens"],
-        usage["input_tokens_details"]["cached_tokens"],
-        usage["output_tokens"],
-    )
+    read, written = usage["input_tokens"], usage["output_tokens"]
     assert usage["total_tokens"] == read + written
+    cached = usage["input_tokens_details"]["cached_tokens"]
     finish = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[reply["status"]]
     logprobs = logprobs_of([entry for part in parts["message"] for entry in part["logprobs"]])
     return Seen(reasoning, text, calls, finish, (read, cached, written), None, logprobs)
@@ -169,13 +159,12 @@ FINISHES = {"tool_use": "tool_calls", "end_turn": "stop", "stop_sequence": "stop
 
 def whole_message(reply: Json) -> Seen:
     blocks = reply["content"]
-    reasoning, text = (
-        "".join(block[kind] for block in blocks if block["type"] == kind) for kind in ("thinking", "text")
-    )
+    texts = {kind: "".join(block[kind] for block in blocks if block["type"] == kind) for kind in ("thinking", "text")}
     calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
     assert (reply["stop_reason"] == "stop_sequence") == (reply["stop_sequence"] is not None)
     finish = FINISHES[reply["stop_reason"]]
-    return Seen(reasoning, text, calls, finish, message_usage(reply["usage"]), reply["stop_sequence"])
+    usage, stop = message_usage(reply["usage"]), reply["stop_sequence"]
+    return Seen(texts["thinking"], texts["text"], calls, finish, usage, stop)
 
 
 def refuse(constant: str) -> None:
@@ -227,6 +216,7 @@ class Api(NamedTuple):
 
 
 HI = [{"role": "user", "content": "Hi, how is the weather?"}]
+SCHEMA: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 APIS = {
     "chat": Api(
         "/v1/chat/completions",

@@ -8,21 +8,27 @@ calls and text, and `BROKEN` are calls in the format of Hermes that break off or
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from llguidance import LLMatcher
 
+from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.call_kinds import Calls, ToolFormat, ToolSpec
+from penstock.engine.text.tools.harmony import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 from tests.support.call_writers import FORMS, WRITERS
 from tests.support.fake_engine import byte_tokenizer
+
+SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
 WEATHER = ToolSpec(
     "weather",
@@ -75,38 +81,47 @@ def vocabulary_of(*marks: str) -> GrammarVocabulary:
     return GrammarVocabulary(tokenizer_of(*marks), tokenizer_of(*marks).vocab_size)
 
 
-def ids_of(*marks: str) -> dict[str, int]:
-    return {mark: tokenizer_of(*marks).backend.token_to_id(mark) or 0 for mark in marks}
+class AnswerGrammar:
+    """The grammar of answers that `build` makes of the parts; the marks are special tokens of the model."""
 
+    def __init__(self, marks: Sequence[str], *parts: Any, build: Callable[..., str] = grammar) -> None:
+        self.tokenizer = tokenizer_of(*marks)
+        ids = {mark: self.tokenizer.backend.token_to_id(mark) for mark in marks}
+        self.matcher = LLMatcher(vocabulary_of(*marks).backend, build(ids, *parts))
+        assert not self.matcher.is_error(), self.matcher.get_error()
 
-def lark_matcher(lark: str, *marks: str) -> LLMatcher:
-    """Return the matcher of a grammar of tool calls, to which these marks are special tokens."""
-    matcher = LLMatcher(vocabulary_of(*marks).backend, lark)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
+    def verdict(self, text: str) -> str:
+        """Return "accepted", "unfinished" if the text may go on, or the text up to which the grammar follows it."""
+        followed, ids = self.matcher.deep_copy(), self.tokenizer.encode(text, False)
+        num_taken = followed.try_consume_tokens(ids)
+        if num_taken < len(ids):
+            return self.tokenizer.decode(ids[:num_taken], skip_special_tokens=False)
+        return "accepted" if followed.is_accepting() else "unfinished"
 
+    def accepts(self, text: str) -> bool:
+        return self.verdict(text) == "accepted"
 
-def verdict(matcher: LLMatcher, text: str, *marks: str) -> str:
-    """Return "accepted", "unfinished" if the text may go on, or the text up to which the grammar follows it."""
-    followed, ids = matcher.deep_copy(), tokenizer_of(*marks).encode(text, False)
-    num_taken = followed.try_consume_tokens(ids)
-    if num_taken < len(ids):
-        return tokenizer_of(*marks).decode(ids[:num_taken], skip_special_tokens=False)
-    return "accepted" if followed.is_accepting() else "unfinished"
+    def refuses(self, text: str) -> bool:
+        return self.verdict(text) not in ("accepted", "unfinished")
 
 
 def read(
     pieces: Iterable[str], calls: Calls | None, thinking: Thinking | None = None, *, certain: bool = False
 ) -> Read:
     """Return everything that a reader makes of a text that comes in these pieces."""
-    reader = AnswerReader(calls, thinking, is_certain=certain)
+    return read_with(AnswerReader(calls, thinking, is_certain=certain), pieces)
+
+
+def read_with(reader: AnswerReader | HarmonyReader, pieces: Iterable[str]) -> Read:
     parts: list[Piece] = []
     text = ""
     for piece in pieces:
         text += piece
         parts += reader.feed(piece)
         reader.check()
+        assert reader.is_certain or not reader.is_enforced or isinstance(reader, AnswerReader)
     parts += reader.finish()
+    reader.check()
     for each in parts:
         assert not isinstance(each, Content) or each.text == text[each.end - len(each.text) : each.end], each
     return gathered(parts)

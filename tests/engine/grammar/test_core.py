@@ -3,25 +3,22 @@
 import random
 import re
 import threading
-from typing import Any
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from penstock.engine.config import SpeculativeConfig
-from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import FULL, STATE, WINDOW
 from tests.support.fake_engine import EOS
 from tests.support.grammar_rig import FORMS, Core, GatedCompiler, submit, text_of, vocabulary
 from tests.support.refusals import hardest
-from tests.support.simulation import BLOCK_SIZE
+from tests.support.simulation import BLOCK_SIZE, serve
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")
@@ -238,19 +235,6 @@ def test_using_up_a_grammar_harms_no_other_request(monkeypatch: pytest.MonkeyPat
     compiler.close()
 
 
-class Visitors:
-    """The core's link to its front: messages to receive, one list a call."""
-
-    def __init__(self, *arrivals: list[Any]) -> None:
-        self.arrivals = [*arrivals, [Shutdown()]]
-
-    def receive(self, timeout_s: float | None) -> list[Any]:
-        return self.arrivals.pop(0) if timeout_s != 0 else []
-
-    def send(self, message: object) -> None:
-        pass
-
-
 def test_the_vocabulary_is_loaded_once_when_the_core_is_first_idle() -> None:
     is_loaded, loads = threading.Event(), []
 
@@ -260,10 +244,9 @@ def test_the_vocabulary_is_loaded_once_when_the_core_is_first_idle() -> None:
         return vocabulary()
 
     world = Core(compiler=Compiler(load))
-    busy = submit("r", [1, 2, 3], None, 2)
-    core_process._serve(world.core, Visitors([busy]), core_process.Duty())  # type: ignore[arg-type]
+    serve(world.core, [submit("r", [1, 2, 3], None, 2)])
     assert not is_loaded.is_set(), "a core that was never idle loaded it"
-    core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []), core_process.Duty())  # type: ignore[arg-type]
+    serve(world.core, [], [], [submit("s", [1, 2], None, 2)], [])
     assert is_loaded.wait(60)
     world.core.close()
     assert len(loads) == 1 and loads[0] is not threading.main_thread()

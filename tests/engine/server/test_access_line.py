@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 from penstock.engine.http.access_line import AccessLine, as_json, as_text
-from penstock.engine.http.telemetry import Telemetry
-from tests.support.collector import collecting
+from tests.support.collector import collecting, traced
 from tests.support.fake_engine import FakeEngine
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub, whole
@@ -22,12 +22,8 @@ LINE = AccessLine(route="/v1/completions", status=200, total_ms=12.5, id="a", mo
 def lines(room: str) -> Iterator[list[str]]:
     """Collect the messages of a room's access log."""
     messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    log, room_log, keep = logging.getLogger(f"penstock.{room}.access"), logging.getLogger(f"penstock.{room}"), Keep()
+    log, room_log = logging.getLogger(f"penstock.{room}.access"), logging.getLogger(f"penstock.{room}")
+    keep = Mock(level=0, handle=lambda record: messages.append(record.getMessage()))
     handlers, level, passes = log.handlers, room_log.level, log.propagate
     room_log.setLevel(logging.INFO)
     log.addHandler(keep)
@@ -48,10 +44,7 @@ def serving(**settings: Any) -> Iterator[tuple[Running, list[str]]]:
 def test_a_line_has_the_fields_of_its_request_and_its_times() -> None:
     with (
         collecting() as collector,
-        serving(api_keys=("first-key", "second-key"), telemetry=Telemetry(otlp_traces_endpoint=collector.url)) as (
-            server,
-            found,
-        ),
+        serving(api_keys=("first-key", "second-key"), telemetry=traced(collector)) as (server, found),
     ):
         headers = {"x-api-key": "second-key", "authorization": "Bearer first-key", "x-request-id": "mine"}
         body = {"model": MODEL, "prompt": "a prompt of twenty characters", "max_tokens": 3, "n": 2}

@@ -49,10 +49,8 @@ def test_an_adapter_is_a_model_of_its_own_from_loading_to_unloading(server: Runn
     assert chat.status_code == 200 and chat.json()["model"] == "sql"
     assert server.post(UNLOAD, {"lora_name": "sql"}).json() == {"status": "adapter 'sql' is unloaded"}
     gone = server.complete("hello", model="sql")
-    assert (
-        gone.status_code == 404
-        and gone.json()["error"]["message"] == "model: 'sql' is not served here; available are: tiny"
-    )
+    message = "model: 'sql' is not served here; available are: tiny"
+    assert (gone.status_code, gone.json()["error"]["message"]) == (404, message)
     assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == [MODEL]
 
 

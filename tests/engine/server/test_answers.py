@@ -40,15 +40,10 @@ def test_a_completion_is_the_same_whole_and_streamed(
     whole = choices_of([reply])
     assert choices_of(events(server.complete(**fields, stream=True))) == whole
     assert [choice["text"] for choice in whole] == texts and reply["id"].startswith("cmpl-")
-    logprobs = expected.get("logprobs", {})
+    end = {"finish_reason": "length", "stop_reason": None, "logprobs": {}, **expected}
+    logprobs = end.pop("logprobs")
     for choice in whole:
-        assert choice == {
-            **choice,
-            "finish_reason": "length",
-            "stop_reason": None,
-            **expected,
-            "logprobs": choice["logprobs"],
-        }
+        assert choice == {**choice, **end}
         assert choice["logprobs"] == {**choice["logprobs"], **logprobs} and bool(choice["logprobs"]) == bool(logprobs)
 
 
@@ -91,9 +86,8 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
         assert options.get("is_continuation", False) is is_continuation
     assert server.complete(logprobs=3).status_code == 200
     assert server.params.logprobs == 3
-    assert set(fields) | {"logit_bias", "logprobs", "detokenize", "structured_outputs"} == set(
-        SamplingParams.__struct_fields__
-    )
+    others = {"logit_bias", "logprobs", "detokenize", "structured_outputs"}
+    assert fields.keys() | others == {*SamplingParams.__struct_fields__}
 
 
 def test_every_sampling_field_reaches_the_core_or_concerns_the_text_alone() -> None:
@@ -153,15 +147,10 @@ def test_openais_package_reads_a_chat_whole_and_streamed(client: Any) -> None:
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "U"}], "max_completion_tokens": 19}
     answer = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-        "assistant",
-        "user: U\n>" * 2 + "u",
-        "length",
-    )
-    assert [(top.token, top.logprob) for top in choice.logprobs.content[1].top_logprobs] == [
-        ("s", -0.5),
-        ("t", -9999.0),
-    ]
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert choice.message.content == "user: U\n>" * 2 + "u"
+    tops = choice.logprobs.content[1].top_logprobs
+    assert [(top.token, top.logprob) for top in tops] == [("s", -0.5), ("t", -9999.0)]
     stream = list(client.chat.completions.create(**fields, logprobs=True, stream=True))
     assert "".join(event.choices[0].delta.content for event in stream) == choice.message.content
     assert [event.choices[0].logprobs.content[0].token for event in stream] == [*choice.message.content]
@@ -241,9 +230,8 @@ def test_a_model_without_a_template_can_only_complete(server: Running, monkeypat
 
 
 def test_embeddings_come_in_order_as_numbers_or_base64(client: Any) -> None:
-    answer = client.embeddings.create(
-        model=MODEL, input=["a", "abc"], encoding_format="float", extra_body={"normalize": False}
-    )
+    plain = {"encoding_format": "float", "extra_body": {"normalize": False}}
+    answer = client.embeddings.create(model=MODEL, input=["a", "abc"], **plain)
     assert [item.embedding for item in answer.data] == [[1.0, 97.0, 2.0, 4.0], [3.0, 97.0, 2.0, 4.0]]
     assert answer.usage.prompt_tokens == 4
     decoded = client.embeddings.create(model=MODEL, input="a")  # the client asks for base64 by itself

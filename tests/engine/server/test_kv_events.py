@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -14,7 +15,6 @@ from penstock.engine.messages import CacheUpdate
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
-from penstock.engine.server.service import Service
 from tests.support.fake_engine import FakeEngine
 from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import cases
@@ -92,8 +92,7 @@ async def anext_frame(frames: AsyncGenerator[bytes, None]) -> Frame:
 async def test_a_slow_listener_gets_a_new_snapshot_instead_of_missed_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
     engine = FakeEngine()
-    events = KvEvents(cast(Service, Stub(engine)))
-    frames = events.frames()
+    frames = KvEvents(service_of(engine)).frames()
     taken = [await anext_frame(frames), await anext_frame(frames)]
     for number in range(20):
         engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
@@ -111,19 +110,15 @@ async def test_a_slow_listener_gets_a_new_snapshot_instead_of_missed_changes(mon
     assert change == Changes(21, "device", b"", (3).to_bytes(8, "little"))
 
 
-class Stub:
-    """The part of a service that the stream reads."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
-        self.info = engine.info
-        self.is_draining = False
+def service_of(engine: FakeEngine) -> Any:
+    """Return the part of a service that the stream reads."""
+    return SimpleNamespace(engine=engine, info=engine.info, is_draining=False)
 
 
 async def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stream, "FRAME_KEYS", 4)
     engine = FakeEngine()
-    events = KvEvents(cast(Service, Stub(engine)))
+    events = KvEvents(service_of(engine))
     first = events.frames()
     await anext(first)
     await anext(first)
@@ -142,10 +137,10 @@ async def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_stream_ends_when_the_server_drains() -> None:
-    stub = Stub(FakeEngine())
-    frames = KvEvents(cast(Service, stub)).frames()
+    service = service_of(FakeEngine())
+    frames = KvEvents(service).frames()
     await anext(frames)
-    stub.is_draining = True
+    service.is_draining = True
     assert [frame async for frame in frames] == []
 
 

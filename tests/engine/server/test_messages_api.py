@@ -12,10 +12,10 @@ import pytest
 from penstock.engine.front.answer import Update
 from penstock.engine.server.answer_writer import write
 from tests.support.running_server import MODEL, Running
+from tests.support.three_apis import APIS, SCHEMA
 
 HI = [{"role": "user", "content": "Hi"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
+TOOL = APIS["messages"].tool("weather", SCHEMA)
 CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 

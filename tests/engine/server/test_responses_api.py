@@ -11,10 +11,9 @@ from penstock.engine.server.agents.response_store import ResponseStore, StoredRe
 from penstock.engine.server.custom_tools import InputDecoder
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
-from tests.support.three_apis import APIS
+from tests.support.three_apis import APIS, SCHEMA
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL = {"type": "function", "name": "weather", "description": "Weather.", "parameters": SCHEMA, "strict": True}
+TOOL = APIS["responses"].tool("weather", SCHEMA) | {"strict": True}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}}
 CALLED = (
     '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'

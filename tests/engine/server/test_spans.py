@@ -46,11 +46,8 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode_in_this_order(collect
     phases = [collector.one(name) for name in ("queue", "prefill", "decode")]
     for phase in phases:
         assert (phase.trace_id, phase.parent_id, phase.kind) == (TRACE, request.span_id, 1)
-    times = [
-        request.begun_ns,
-        *(time for phase in phases for time in (phase.begun_ns, phase.ended_ns)),
-        request.ended_ns,
-    ]
+    phase_times = [time for phase in phases for time in (phase.begun_ns, phase.ended_ns)]
+    times = [request.begun_ns, *phase_times, request.ended_ns]
     assert times == sorted(times) and before_ns <= times[0] and times[-1] <= time.time_ns()
     assert [phase.begun_ns for phase in phases[1:]] == [phase.ended_ns for phase in phases[:-1]]
     assert 0.9e6 < phases[0].ended_ns - phases[0].begun_ns < 1.1e6  # what the fake engine says
@@ -127,9 +124,8 @@ def test_failed_requests_are_marked_and_refused_ones_are_not(collector: Collecto
 
 def test_a_client_that_leaves_ends_its_span(collector: Collector) -> None:
     with tracing_to(collector, FakeEngine(delay_s=0.01)) as server:
-        with server.http.stream(
-            "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 900, "stream": True}
-        ) as answer:
+        body = {"prompt": "abc", "max_tokens": 900, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
         request = collector.one(f"text_completion {MODEL}")
     assert request.attributes["http.response.status_code"] == 499

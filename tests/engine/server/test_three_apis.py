@@ -17,17 +17,10 @@ from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
 from tests.support.refusals import hardest
 from tests.support.running_server import MODEL, Running, events, running
-from tests.support.three_apis import APIS, HI, Seen, refuse
+from tests.support.three_apis import APIS, HI, SCHEMA, Seen, refuse
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-}
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("weather", {"city": 'Zürich <"\n>', "days": 3}),
-    ("weather", {"city": "Ulm"}),
-]
+WITH_DAYS = SCHEMA | {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+CALLS: list[tuple[str, Any]] = [("weather", {"city": 'Zürich <"\n>', "days": 3}), ("weather", {"city": "Ulm"})]
 SIZES = (1, 7, 10_000)  # tokens (bytes) that one step of the engine brings
 CUSTOM = {
     "chat": {"type": "custom", "custom": {"name": "patch"}},
@@ -46,7 +39,7 @@ def test_every_api_gives_the_same_answer_whole_and_streamed(name: str) -> None:
     tokenizer = byte_tokenizer(*FORMS[name].tokens)
     template = ChatTemplate(QWEN3, {"bos_token": ""})
     engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, max_model_len=4000))
-    functions = {api: APIS[api].tool("weather", SCHEMA) for api in APIS}
+    functions = {api: APIS[api].tool("weather", WITH_DAYS) for api in APIS}
     with running(engine, tokenizer, template, tool_call_parser=name) as server:
         for text, expected, sizes, tools in (
             ("<think>Hm.</think>\nHello.", [], SIZES[:1], functions),

@@ -11,12 +11,9 @@ from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine, line_template
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
+from tests.support.three_apis import APIS, SCHEMA
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "clock"}},
-]
+TOOLS = [APIS["chat"].tool("weather", SCHEMA), {"type": "function", "function": {"name": "clock"}}]
 MESSAGES = [{"role": "user", "content": "Ulm?"}]
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
@@ -157,9 +154,8 @@ def test_tokenizing_a_chat_counts_what_the_chat_would_be_shown(qwen: Running) ->
 
 
 def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
-    unknown = ChatTemplate(
-        "{% for t in tools or [] %}{{ t }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    source = "{% for t in tools or [] %}{{ t }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    unknown = ChatTemplate(source)
     with running(template=unknown) as server:
         answer = server.chat(messages=MESSAGES, tools=TOOLS)
         assert answer.status_code == 400 and "--tool-call-parser" in answer.json()["error"]["message"]

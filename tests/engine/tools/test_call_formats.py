@@ -10,9 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
 
-from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.text.tools.answer_reader import AnswerReader
 from penstock.engine.text.tools.arguments import kinds, typed
@@ -21,7 +19,7 @@ from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
 from tests.support.call_writers import FORMS, PRINTED, WRITERS, Call
 from tests.support.refusals import cases, hardest, hardest_rows
-from tests.support.tool_samples import CLOCK, FORMATS, ids_of, lark_matcher, read, verdict
+from tests.support.tool_samples import CERTAIN, CLOCK, FORMATS, SPECIAL, AnswerGrammar, read
 
 DATA = json.loads(Path(__file__).with_name("calls.json").read_text())
 TRIP, TREE = (ToolSpec(name, DATA[name]) for name in ("trip", "tree"))
@@ -36,9 +34,8 @@ NAMED = [name for name, form in FORMS.items() if isinstance(form, NamedCalls)]
 # Formats whose optional calls a grammar holds, since they begin with a mark. A call without one may be an example.
 HELD = [*(name for name, form in FORMATS.items() if form.triggers), *NAMED]
 NEW = pytest.mark.parametrize("name", NAMED)
-SPELLED = pytest.mark.parametrize("name", [name for name in NAMED if FORMS[name].parameters is not None])
+SPELLED = [name for name in NAMED if FORMS[name].parameters is not None]
 KINDS = ("hermes", "deepseek_v3", "qwen3_coder", "glm45", "minimax_m2", "gemma4", "lfm2")  # one format of each kind
-CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
 
 def calls_for(name: str, *, must: bool = False, tools: list[ToolSpec] = TOOLS) -> Calls:
@@ -128,23 +125,8 @@ def test_random_calls_come_back_as_they_were_written(name: str, write: Callable[
                 assert (called(read_calls), content.strip()) == (calls, ""), text
 
 
-def marks_of(name: str, special: bool) -> tuple[str, ...]:
-    return (*FORMS[name].tokens, THINK.open, THINK.close) if special else ()
-
-
-def matcher(name: str, special: bool, *parts: Any) -> LLMatcher:
-    marks = marks_of(name, special)
-    return lark_matcher(grammar(ids_of(*marks), *parts), *marks)
-
-
-def outcome(name: str, first: LLMatcher, special: bool, text: str) -> str:
-    """Return whether a grammar accepts or refuses a text, or wants more of it."""
-    reached = verdict(first, text, *marks_of(name, special))
-    return reached if reached in ("accepted", "unfinished") else "refused"
-
-
-def accepts(name: str, first: LLMatcher, special: bool, text: str) -> bool:
-    return outcome(name, first, special, text) == "accepted"
+def grammar_of(name: str, special: bool, *parts: Any) -> AnswerGrammar:
+    return AnswerGrammar((*FORMS[name].tokens, THINK.open, THINK.close) if special else (), *parts)
 
 
 # The marks of a model's reasoning, and the text that it has written before the answer.
@@ -157,17 +139,16 @@ THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
 ROWS = [(name, thought) for name in WRITERS for thought in THOUGHTS]
 FAST_ROWS = [(name, thought) for name, thought in ROWS if thought == "none" or name in FORMATS]
 BY_THOUGHT = pytest.mark.parametrize(("name", "thought"), hardest_rows(ROWS, FAST_ROWS))
-SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
 @SPECIAL
 @BY_THOUGHT
 def test_required_calls_of_the_template_are_the_only_answer(name: str, special: bool, thought: str) -> None:
     write, many, (thinking, before) = WRITERS[name], FORMS[name].has_many, THOUGHTS[thought]
-    held = matcher(name, special, calls_for(name, must=True), None, thinking)
+    held = grammar_of(name, special, calls_for(name, must=True), None, thinking)
     for calls in [[call] for call in SAMPLE] + [SAMPLE] * many:
         text = before + write(calls)
-        assert accepts(name, held, special, text), text
+        assert held.accepts(text), text
         _, content, read_calls = read([text], calls_for(name), thinking, certain=True)
         assert (content, called(read_calls)) == ("", calls)
     call = write(SAMPLE[:1])
@@ -176,7 +157,7 @@ def test_required_calls_of_the_template_are_the_only_answer(name: str, special: 
     if name in FORMATS:
         wrong += [write([("clock", {})]).replace("{}", "null"), call.replace(": {", ":  {")]
     for text in wrong:
-        assert outcome(name, held, special, before + text) == "refused", text
+        assert held.refuses(before + text), text
 
 
 @SPECIAL
@@ -184,7 +165,7 @@ def test_required_calls_of_the_template_are_the_only_answer(name: str, special: 
 @pytest.mark.parametrize("many", [False, True])
 def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str, many: bool) -> None:
     write, many, (thinking, before) = WRITERS[name], many and FORMS[name].has_many, THOUGHTS[thought]
-    held = matcher(name, special, Calls(FORMS[name], TOOLS, False, many), None, thinking)
+    held = grammar_of(name, special, Calls(FORMS[name], TOOLS, False, many), None, thinking)
     call, lead = write(SAMPLE[:1]), "<|python_tag|>" if name == "llama3_json" else ""
     right = ["", "hello, <tool> {} [1]", '{"name": "Bob", "parameters": {}}', lead + call, f"hello\n{lead}{call}"]
     wrong = [f"hello {lead}{write([each])}" for each in WRONG]
@@ -192,12 +173,10 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
     # Behind a mark there is a call of one of the functions; without a mark it may be an example.
     (wrong if FORMS[name].triggers else right).append(f"hello {lead}{write([UNKNOWN])}")
     for text in [*right, *(write([each]) for each in SAMPLE)]:
-        assert accepts(name, held, special, before + text), text
+        assert held.accepts(before + text), text
     for text in [*wrong, *(write([each]) for each in WRONG)]:
-        assert outcome(name, held, special, before + text) == "refused", text
-    assert (
-        thinking is None or outcome(name, held, special, before.partition("</think>")[0] or "<think>") == "unfinished"
-    )
+        assert held.refuses(before + text), text
+    assert thinking is None or held.verdict(before.partition("</think>")[0] or "<think>") == "unfinished"
 
 
 @pytest.mark.parametrize("name", hardest(HELD, *KINDS, "mistral with args"))
@@ -209,9 +188,9 @@ def test_calls_in_a_text_that_a_grammar_allows_keep_to_their_schemas(name: str, 
     """
     words = re.findall(r"<[^<>]+>|[a-z_]+|[^a-z<>\s]+|\s+|.", WRITERS[name](SAMPLE))
     others = [*words, *MISLEADING] if name in FORMATS else words
-    first, num_called = matcher(name, False, calls_for(name, must=must)), 0
+    held, num_called = grammar_of(name, False, calls_for(name, must=must)), 0
     for seed in range(20 if name in FORMATS else 4):
-        followed, choose, at, text = first.deep_copy(), random.Random(seed), 0, b""
+        followed, choose, at, text = held.matcher.deep_copy(), random.Random(seed), 0, b""
         while len(text) < 500 and not (text and followed.is_accepting() and (must or choose.random() < 0.05)):
             is_next = choose.random() < 0.85 and at < len(words)
             piece = (words[at] if is_next else choose.choice(others)).encode()
@@ -295,30 +274,29 @@ def test_the_schema_decides_the_meaning_of_a_text(text: str, schema: dict[str, A
     assert json.loads(typed(text, kinds(schema, root))) == meant
 
 
-@SPELLED
-@pytest.mark.parametrize(("parameters", "reason", "arguments"), cases(__file__, "schemas beyond a grammar"))
+BEYOND_A_GRAMMAR = [(name, *row) for name in SPELLED for row in cases(__file__, "schemas beyond a grammar")]
+LIST_OF_ITEMS = {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "reason", "arguments"),
+    [*BEYOND_A_GRAMMAR, ("gemma4", LIST_OF_ITEMS, "items: a list", {"a": [1]})],
+)
 def test_a_schema_that_a_format_cannot_hold_is_refused_only_if_it_is_strict(
     name: str, parameters: dict[str, Any], reason: str, arguments: dict[str, Any]
 ) -> None:
     tool = ToolSpec("f", parameters)
     with pytest.raises(InvalidRequest, match=f"tools: f: {reason}: calls of {FORMS[name].name} are not held to that"):
-        matcher(name, False, calls_for(name, must=True, tools=[tool]))
-    loose = matcher(name, False, calls_for(name, must=True, tools=[tool._replace(is_strict=False)]))
-    assert accepts(name, loose, False, WRITERS[name]([("f", arguments)]))
+        grammar_of(name, False, calls_for(name, must=True, tools=[tool]))
+    loose = grammar_of(name, False, calls_for(name, must=True, tools=[tool._replace(is_strict=False)]))
+    assert loose.accepts(WRITERS[name]([("f", arguments)]))
 
 
-def test_lists_of_items_leave_gemma_a_grammar_unless_strict() -> None:
-    tool = ToolSpec("f", {"properties": {"a": {"type": "array", "items": [{"type": "integer"}]}}})
-    matcher("gemma4", False, calls_for("gemma4", must=True, tools=[tool._replace(is_strict=False)]))
-    with pytest.raises(InvalidRequest, match="tools: f: items: a list"):
-        matcher("gemma4", False, calls_for("gemma4", must=True, tools=[tool]))
-
-
-@SPELLED
+@pytest.mark.parametrize("name", SPELLED)
 @pytest.mark.parametrize(("parameters", "reason"), cases(__file__, "schemas without a grammar"))
 def test_an_invalid_or_too_large_schema_is_refused_even_if_not_strict(name: str, parameters: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=f"tools: {reason}"):
-        matcher(name, False, calls_for(name, tools=[ToolSpec("f", parameters, is_strict=False)]))
+        grammar_of(name, False, calls_for(name, tools=[ToolSpec("f", parameters, is_strict=False)]))
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), json.loads(Path(__file__).with_name("habits.json").read_text()))
@@ -333,9 +311,8 @@ def test_habits_of_models_are_read_and_other_texts_are_content(name: str, text: 
 @pytest.mark.parametrize(("parameters", "right", "wrong"), cases(__file__, "schemas with references"))
 def test_a_schema_is_enforced_wherever_its_references_lead(name: str, parameters: Any, right: Any, wrong: Any) -> None:
     calls = calls_for(name, must=True, tools=[ToolSpec("f", parameters)])
-    first = matcher(name, False, calls)
-    assert accepts(name, first, False, WRITERS[name]([("f", right)]))
-    assert not accepts(name, first, False, WRITERS[name]([("f", wrong)]))
+    held = grammar_of(name, False, calls)
+    assert held.accepts(WRITERS[name]([("f", right)])) and not held.accepts(WRITERS[name]([("f", wrong)]))
     assert called(read([WRITERS[name]([("f", right)])], calls, certain=True)[2]) == [("f", right)]
 
 

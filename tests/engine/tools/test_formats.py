@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 
-from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import detect, named
 from tests.support.call_writers import FORMS
 from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
 from tests.support.refusals import cases
-from tests.support.tool_samples import lark_matcher, verdict
+from tests.support.tool_samples import AnswerGrammar
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_a_continued_message_is_read_from_its_beginning(before: str, begun: str,
 @pytest.mark.parametrize("regex", [".+", r"[^\n]{3,40}", ".{1,100}"])
 def test_an_answer_of_any_text_begins_behind_the_reasoning(regex: str) -> None:
     """Where a mark is text, a wide pattern would take it, and the answer behind it could be empty."""
-    first = lark_matcher(grammar({}, None, StructuredOutputs(regex=regex), thinking.Thinking(thinking.THINK)))
-    assert verdict(first, "<think>hm</think>") == "unfinished"
+    held = AnswerGrammar((), None, StructuredOutputs(regex=regex), thinking.Thinking(thinking.THINK))
+    assert held.verdict("<think>hm</think>") == "unfinished"
     for text in ("<think>hm</think>\n\nParis", "Paris", "<thin"):
-        assert verdict(first, text) == "accepted", text
+        assert held.accepts(text), text

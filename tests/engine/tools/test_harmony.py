@@ -10,12 +10,12 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.call_kinds import Calls
 from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, after_prompt
-from penstock.engine.text.tools.reader import Arguments, CallStart, Piece
+from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from tests.support.chat_samples import HARMONY
 from tests.support.refusals import cases
-from tests.support.tool_samples import CLOCK, WEATHER, Read, gathered, ids_of, lark_matcher
-from tests.support.tool_samples import verdict as follow
+from tests.support.tool_samples import CLOCK, SPECIAL, WEATHER, AnswerGrammar
+from tests.support.tool_samples import read_with as read
 
 THOUGHT = "<|channel|>analysis<|message|>The weather < of Ulm.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Ulm"}'
@@ -26,18 +26,6 @@ CALLED = [("weather", '{"city": "Ulm"}')]
 
 def calls(must: bool = False) -> Calls:
     return Calls(FORM, [WEATHER, CLOCK], must, many=False)
-
-
-def read(reader: HarmonyReader, pieces: list[str]) -> Read:
-    """Return the reasoning, the content and the calls of an answer that comes in these pieces."""
-    out: list[Piece] = []
-    for piece in pieces:
-        out += reader.feed(piece)
-        reader.check()
-        assert reader.is_certain or not reader.is_enforced
-    out += reader.finish()
-    reader.check()
-    return gathered(out)
 
 
 ANSWERS = dict(
@@ -88,32 +76,30 @@ def test_a_begun_message_goes_on(prompt: str, text: str, expected: tuple[str, st
     assert read(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
 
 
-def verdict(special: bool, tools: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
-    marks = TOKENS if special else ()
-    return follow(lark_matcher(messages_grammar(ids_of(*marks), tools, answer), *marks), text, *marks)
+def held(special: bool, tools: Calls | None, answer: StructuredOutputs | None = None) -> AnswerGrammar:
+    return AnswerGrammar(TOKENS if special else (), tools, answer, build=messages_grammar)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+@SPECIAL
 def test_a_required_call_is_the_only_end(special: bool) -> None:
-    must = calls(must=True)
+    must = held(special, calls(must=True))
     for text in (CALL, THOUGHT + CALL, THOUGHT + TO_FIRST, TO_FIRST):
-        assert verdict(special, must, None, text) == "accepted"
-    assert verdict(special, must, None, THOUGHT) == "unfinished"
-    assert verdict(special, must, None, THOUGHT + FINAL) == THOUGHT + "<|channel|>"
+        assert must.accepts(text)
+    assert must.verdict(THOUGHT) == "unfinished"
+    assert must.verdict(THOUGHT + FINAL) == THOUGHT + "<|channel|>"
     for right, wrong in (("functions.weather", "functions.wether"), ("functions.weather", "weather"), ('"Ulm"', "7")):
-        assert verdict(special, must, None, CALL.replace(right, wrong)) not in ("accepted", "unfinished")
+        assert must.refuses(CALL.replace(right, wrong))
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+@SPECIAL
 def test_an_answer_has_its_form_in_the_final_channel_behind_reasoning(special: bool) -> None:
     answer = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     final = '<|channel|>final<|message|>{"a": 1}'
     for tools in (None, calls()):
-        assert verdict(special, tools, answer, final) == "accepted"
-        assert verdict(special, tools, answer, THOUGHT + final) == "accepted"
-        assert verdict(special, tools, answer, THOUGHT + FINAL) not in ("accepted", "unfinished")
-    assert verdict(special, calls(), answer, THOUGHT + CALL) == "accepted"
-    assert verdict(special, calls(), None, THOUGHT + FINAL) == "accepted"
+        form = held(special, tools, answer)
+        assert form.accepts(final) and form.accepts(THOUGHT + final) and form.refuses(THOUGHT + FINAL)
+    assert form.accepts(THOUGHT + CALL)
+    assert held(special, calls()).accepts(THOUGHT + FINAL)
 
 
 def test_the_format_is_found_in_the_template_and_not_in_others() -> None:

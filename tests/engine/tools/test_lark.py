@@ -7,29 +7,20 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
-from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.server.tool_schema import Grammar, as_function
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support.call_writers import WRITERS
 from tests.support.refusals import cases
-from tests.support.tool_samples import CALL, FORMATS, calls_of, ids_of, lark_matcher
-from tests.support.tool_samples import verdict as follow
+from tests.support.tool_samples import CALL, FORMATS, SPECIAL, AnswerGrammar, calls_of
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
-SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 
 
-def lark(special: bool, *parts: Any) -> LLMatcher:
-    marks = MARKS if special else ()
-    return lark_matcher(grammar(ids_of(*marks), *parts), *marks)
-
-
-def verdict(special: bool, matcher: LLMatcher, text: str) -> str:
-    return follow(matcher, text, *(MARKS if special else ()))
+def lark(special: bool, *parts: Any) -> AnswerGrammar:
+    return AnswerGrammar(MARKS if special else (), *parts)
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.triggers])
@@ -37,7 +28,7 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
     mark = FORMATS[name].marks[0]
     for held in (lark(True, calls_of(name)), lark(True, calls_of(name), None, Thinking(THINK))):
         spelled = [*b"hello ", *mark.encode()]
-        assert held.try_consume_tokens(spelled) == len(spelled) - 1
+        assert held.matcher.try_consume_tokens(spelled) == len(spelled) - 1
 
 
 @SPECIAL
@@ -51,17 +42,15 @@ def test_a_form_holds_behind_the_reasoning(special: bool, answer: StructuredOutp
         (may, ""),
     ):
         held = lark(special, None, answer, thinking)
-        assert verdict(special, held, before + right) == "accepted"
-        assert verdict(special, held, before + wrong) not in ("accepted", "unfinished")
-        assert before == "" or verdict(special, held, before.partition("</think>")[0]) == "unfinished"
+        assert held.accepts(before + right) and held.refuses(before + wrong)
+        assert before == "" or held.verdict(before.partition("</think>")[0]) == "unfinished"
 
 
 @SPECIAL
 @pytest.mark.parametrize("name", FORMATS)
 def test_optional_calls_beside_a_form_are_calls_or_that_form(name: str, special: bool) -> None:
     held = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
-    assert verdict(special, held, CALL[name]) == verdict(special, held, "yes") == "accepted"
-    assert verdict(special, held, "may") == ""
+    assert held.accepts(CALL[name]) and held.accepts("yes") and held.verdict("may") == ""
 
 
 def test_a_schema_that_no_grammar_expresses_is_refused_only_if_it_is_strict() -> None:
@@ -71,7 +60,7 @@ def test_a_schema_that_no_grammar_expresses_is_refused_only_if_it_is_strict() ->
         lark(False, Calls(form, [ToolSpec("f", odd)], True, False))
     loose = lark(False, Calls(form, [ToolSpec("f", odd, is_strict=False)], True, False))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
-    assert verdict(False, loose, call) == "accepted"
+    assert loose.accepts(call)
 
 
 def test_a_regex_holds_the_whole_input_of_a_custom_tool() -> None:
@@ -79,7 +68,7 @@ def test_a_regex_holds_the_whole_input_of_a_custom_tool() -> None:
     held = lark(False, Calls(FORMATS["hermes"], [ToolSpec("patch", shown.parameters or {})], True, False))
     for text, is_right in {"a": True, 'b"\n"c': True, "": False, "ac": False, "ba": False, "a\n": False}.items():
         call = WRITERS["hermes"]([("patch", {"input": text})])
-        assert (verdict(False, held, call) == "accepted") == is_right, text
+        assert held.accepts(call) == is_right, text
 
 
 def test_nothing_in_a_schema_reads_as_grammar() -> None:
@@ -91,4 +80,4 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
     for value in nasty["properties"].popitem()[1]["enum"]:
         arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
-        assert verdict(False, held, call) == "accepted"
+        assert held.accepts(call)

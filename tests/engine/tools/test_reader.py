@@ -14,6 +14,7 @@ from tests.support.tool_samples import (
     BROKEN,
     CALL,
     CALLS,
+    CERTAIN,
     FORMATS,
     GOOD,
     NO_CALLS,
@@ -49,7 +50,7 @@ def cuts(text: str, seed: int) -> list[list[str]]:
 
 
 @BY_FORMAT
-@pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
+@CERTAIN
 @pytest.mark.parametrize("samples", [GOOD, WRITTEN, QUOTED], ids=["good", "written", "quoted"])
 def test_calls_are_read_as_models_write_them(name: str, certain: bool, samples: dict[str, list[Sample]]) -> None:
     for text, content, calls in samples.get(name, []):
