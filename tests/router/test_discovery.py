@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.router import discovery
-from penstock.router.backend import RouteError
 from penstock.router.background import Tasks
-from penstock.router.discovery import check_source, states
-from tests.support.refusals import table
+from penstock.router.discovery import states
 from tests.support.router_fleet import running_router, until
 from tests.support.router_stub import stub
 from tests.support.running_server import comes_true
@@ -107,9 +105,3 @@ def test_a_name_stands_for_all_its_addresses() -> None:
             return await anext(lists)
 
     assert asyncio.run(first_list()) == ["http://127.0.0.1:8000,events=5557"]
-
-
-@pytest.mark.parametrize(("text", "words"), table(__file__, "sources"))
-def test_an_invalid_source_is_refused(text: str, words: str) -> None:
-    with pytest.raises(RouteError, match=words):
-        check_source(text)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 from array import array
@@ -14,13 +13,13 @@ import zmq.asyncio
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.backend import Backend, RouteError
-from penstock.router.config import RouterConfig, check_together
+from penstock.router.backend import Backend
 from penstock.router.fleet.engine_feed import EngineSource
 from penstock.router.placement.engine_blocks import BadEvents, EngineBlocks, OtherBlockSize
-from tests.support.engine_publisher import CLEARED, StandIn, as_array, batch, names_of, removed, stand_in, stored
+from tests.support import engine_publisher
+from tests.support.engine_publisher import StandIn, batch, names_of, removed, stand_in, stored
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.refusals import table
+from tests.support.refusals import cases
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import stub, whole
 
@@ -175,21 +174,12 @@ def test_the_cached_tokens_in_an_answer_are_compared_with_the_prediction() -> No
         assert router.placement_metrics()["compared_requests_total"] == 20
 
 
-@pytest.mark.parametrize(("text", "part"), table(__file__, "backends"))
-def test_an_invalid_backend_is_refused(text: str, part: str) -> None:
-    with pytest.raises(RouteError) as error:
-        Backend.of(text)
-    assert part in str(error.value)
-
-
 def test_a_backend_is_parsed() -> None:
     text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,prefill=h:9100"
     assert Backend.of(text) == Backend("http://h:8000", "tcp://h:5557", "tcp://h:5558", "h:9100")
     assert Backend.of("http://[::1]:8000,events=5557").events == "tcp://[::1]:5557"
     assert Backend.of("http://h,prefill=[::1]:9100") == Backend("http://h:80", prefill="[::1]:9100")
     assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
-    with pytest.raises(RouteError, match="--tokenizer"):
-        check_together(RouterConfig(backends=("http://h:1,events=1",)))
 
 
 TOKENS = list(range(100, 164))  # four blocks
@@ -218,44 +208,19 @@ class World:
         return self
 
 
-BOTH: dict[str, Any] = {"lora_name": "a", "extra_keys": [["a", "pepper"], ["a"], ["a"], ["a"]]}
-PAIRS = [list(each) for each in itertools.pairwise([*TOKENS, 1])]
-NUMBERS = stored(TOKENS[:32]) | {"block_hashes": [-5, 2**63]}
-WINDOW = stored(TOKENS, group_idx=0, kv_cache_spec_kind="sliding_window")
-WHOLE = stored(TOKENS, group_idx=1, kv_cache_spec_kind="full_attention")
-LATER = [{"type": "BlockPainted"}, ["BlockPainted", 1], stored(TOKENS) | {"colour": "blue"}]
-BATCHES: dict[str, tuple[list[list[Any]], set[bytes]]] = {  # batches, and the keys on the device after them
-    "objects": ([[stored(TOKENS[:32]), stored(TOKENS, start=2)]], keys(TOKENS)),
-    "arrays": ([[as_array(stored(TOKENS[:32])), as_array(stored(TOKENS, start=2))]], keys(TOKENS)),
-    "hashes may be numbers": ([[as_array(NUMBERS)]], keys(TOKENS[:32])),
-    "numbers are removed": ([[as_array(NUMBERS)], [as_array(removed([-5, 2**63]))]], set()),
-    "stored twice, removed once": ([[stored(TOKENS), stored(TOKENS, start=3)], [removed(NAMES[3:])]], keys(TOKENS)),
-    "stored twice, removed twice": (
-        [[stored(TOKENS), stored(TOKENS, start=3)], [removed(NAMES[3:])], [removed(NAMES[2:])]],
-        keys(TOKENS[:32]),
-    ),
-    "cleared": ([[stored(TOKENS)], [CLEARED]], set()),
-    "stored after a clearing": ([[stored(TOKENS)], [CLEARED], [stored(TOKENS)]], keys(TOKENS)),
-    "removed within a batch": ([[stored(TOKENS), removed(NAMES[1:])]], keys(TOKENS[:16])),
-    "restored within a batch": ([[stored(TOKENS)], [removed(NAMES[3:]), stored(TOKENS, start=3)]], keys(TOKENS)),
-    "cleared within a batch": ([[stored(TOKENS), CLEARED, stored(TOKENS[:16])]], keys(TOKENS[:16])),
-    "an adapter": (
-        [[stored(TOKENS, lora_name="a", lora_id=3, extra_keys=[["a"]] * 4)]],
-        keys(TOKENS, adapter="a"),
-    ),
-    "a salt of vLLM": ([[stored(TOKENS, extra_keys=[["pepper"], None, None, None])]], keys(TOKENS, salt="pepper")),
-    "a salt of SGLang": ([[stored(TOKENS, cache_salt="pepper", session_id="s")]], keys(TOKENS, salt="pepper")),
-    "an adapter and a salt": ([[stored(TOKENS, **BOTH)]], keys(TOKENS, adapter="a", salt="pepper")),
-    "full attention counts": ([[WINDOW, WHOLE, removed(NAMES, group_idx=0)]], keys(TOKENS)),
-    "full attention is removed": ([[WINDOW, WHOLE], [removed(NAMES, group_idx=1)]], set()),
-    "the first token of each pair counts": ([[stored(TOKENS, token_ids=PAIRS)]], keys(TOKENS)),
-    "unknown events and fields": ([LATER], keys(TOKENS)),
-    "unknown fields of an array": ([[[*as_array(stored(TOKENS)), None, 0, "full_attention"]]], keys(TOKENS)),
+EVENTS = vars(engine_publisher) | {
+    "TOKENS": TOKENS,
+    "NAMES": NAMES,
+    "NUMBERS": stored(TOKENS[:32]) | {"block_hashes": [-5, 2**63]},
+    "WINDOW": stored(TOKENS, group_idx=0, kv_cache_spec_kind="sliding_window"),
+    "WHOLE": stored(TOKENS, group_idx=1, kv_cache_spec_kind="full_attention"),
 }
 
 
-@pytest.mark.parametrize(("batches", "expected"), BATCHES.values(), ids=BATCHES)
-def test_blocks_get_the_keys_that_a_prompt_of_their_tokens_has(batches: list[list[Any]], expected: set[bytes]) -> None:
+@pytest.mark.parametrize(("name", "batches", "expected"), cases(__file__, "batches of events", keys=keys, **EVENTS))
+def test_blocks_get_the_keys_that_a_prompt_of_their_tokens_has(
+    name: str, batches: list[list[Any]], expected: set[bytes]
+) -> None:
     world = World()
     for each in batches:
         world.take(*each)
@@ -284,13 +249,7 @@ def test_another_block_size_is_an_error_before_a_block_is_stored() -> None:
     assert World(16).take(stored(TOKENS), stored(TOKENS, size=32)).keys["device"] == keys(TOKENS)
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        *(b"", b"\xc1", b"\x80", b"\x91\x01"),
-        *(batch(7), batch(["BlockStored", 1]), batch({"x": 1}), batch(stored([-1] * 16))),
-    ],
-)
+@pytest.mark.parametrize("payload", cases(__file__, "invalid batches", **EVENTS))
 def test_invalid_batches_are_refused(payload: bytes) -> None:
     with pytest.raises(BadEvents):
         EngineBlocks(b"", 16, "e").take(payload)

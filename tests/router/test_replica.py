@@ -33,6 +33,7 @@ from tests.engine.server.test_control_api import update
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
+from tests.support.refusals import cases
 from tests.support.router_fleet import ADMIN, client_request, running_router, until
 from tests.support.router_stub import Hold, stub
 from tests.support.running_server import MODEL, running
@@ -61,20 +62,10 @@ EVENTS: dict[str, Callable[[Replica], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ("silent", "up"),  # one unanswered probe is a busy moment
-        (MAX_SILENT_PROBES * "silent ", "down"),
-        (MAX_SILENT_PROBES * "silent " + "passed", "up"),
-        ("silent passed silent", "up"),
-        ("broke", "suspect"),
-        ("broke passed", "up"),
-        (FAILURES_TO_EJECT * "failed ", "ejected"),
-        (5 * FAILURES_TO_EJECT * "failed answered ", "up"),
-        ("removed passed refused silent silent broke draining", "removing"),
-    ],
-)
+LIMITS = {"MAX_SILENT_PROBES": MAX_SILENT_PROBES, "FAILURES_TO_EJECT": FAILURES_TO_EJECT}
+
+
+@pytest.mark.parametrize(("events", "expected"), cases(__file__, "states", **LIMITS))
 def test_the_state_follows_from_probes_and_requests(events: str, expected: State) -> None:
     replica = up()
     for event in events.split():

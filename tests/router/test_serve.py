@@ -6,12 +6,13 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from penstock.router.backend import RouteError, canonical_url
-from penstock.router.config import RouterConfig, resolve
+from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.http.upstream import ConnectFailed, Upstream
 from tests.support.programs import Command
 from tests.support.raw_http import clients, connect, post, read_all, status
@@ -83,10 +84,13 @@ def test_keys_come_from_the_configuration_and_the_environment() -> None:
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
 
 
-@pytest.mark.parametrize(("variable", "key", "words"), table(__file__, "keys"))
-def test_an_invalid_key_in_the_environment_is_refused(variable: str, key: str, words: str) -> None:
-    with pytest.raises(RouteError, match=words):
-        resolve(RouterConfig(), {variable: key})
+@pytest.mark.parametrize(("options", "environment", "words"), table(__file__, "configurations"))
+def test_a_configuration_that_cannot_work_is_refused(
+    options: dict[str, Any], environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(RouteError) as refusal:
+        check_together(resolve(RouterConfig(**options), environment))
+    assert words in str(refusal.value)
 
 
 def test_a_replica_has_one_canonical_url() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.engine.http import token_form
-from penstock.router.backend import RouteError
-from penstock.router.config import RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import form_with_hint, ids_of
 from penstock.router.serve import RouterProcess
@@ -276,11 +274,3 @@ def test_a_prefill_replica_answers_no_client() -> None:
         assert router.complete("short").status_code == 503
         assert router.http.get("/ready").status_code == 503
         assert not prefill.seen
-
-
-def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:
-    twice = RouterConfig(backends=("http://h:1", f"http://h:1,prefill={PEER}"))
-    with pytest.raises(RouteError, match="more than once"):
-        resolve(twice, {})
-    with pytest.raises(RouteError, match="prefill_threshold"):
-        resolve(RouterConfig(prefill_threshold=0), {})

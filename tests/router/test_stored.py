@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.http.auth import OWNER_HEADER, Keys
 from tests.support.raw_http import connect, post, read_all, status
+from tests.support.refusals import cases
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Hold, Seen, Stub, first_fails, hang_up, ok, stub, whole
 from tests.support.running_server import running
@@ -120,16 +121,7 @@ def test_a_digest_of_the_clients_key_goes_with_requests_for_responses(backend: S
     assert not any(b"sk-" in value for values in seen for value in values)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "store", "is_repeated"),
-    [
-        ("POST", "/v1/responses", {}, False),
-        ("DELETE", "/v1/responses/resp_1", {}, False),
-        ("POST", "/v1/responses/resp_1/cancel", {}, False),
-        ("POST", "/v1/responses", {"store": False}, True),
-        ("POST", "/v1/completions", {}, True),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "store", "is_repeated"), cases(__file__, "requests that break off"))
 def test_stored_responses_change_only_once(method: str, path: str, store: dict[str, bool], is_repeated: bool) -> None:
     with two() as (first, second, router):
         first.answer = second.answer = first_fails(hang_up, ok)

@@ -22,7 +22,7 @@ from penstock.router.placement.prepared_request import PreparedRequest, RequestF
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.router_fleet import RunningRouter, client_request, mock_replicas, running_router
 from tests.support.router_stub import stub
 
@@ -157,15 +157,10 @@ def test_after_a_template_that_loops_chats_are_rendered_in_a_thread() -> None:
     assert _prepared({"messages": USER}, reader).body_with_ids is not None
 
 
-@pytest.mark.parametrize(
-    ("path", "num_tokens"),
-    [
-        ("/v1/embeddings", 100),
-        *(("/tokenize", 0), ("/detokenize", 0), ("/v1/messages/count_tokens", 0), ("/v1/responses/resp_1/cancel", 0)),
-        ("/v1/responses/input_tokens", 0),
-        *((f"{CHAT}/render", 0), (f"{COMPLETIONS}/render", 0)),
-    ],
-)
+PATHS = cases(__file__, "work of 400 bytes", CHAT=CHAT, COMPLETIONS=COMPLETIONS)
+
+
+@pytest.mark.parametrize(("path", "num_tokens"), PATHS)
 def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:
     prepared = PromptReader().prepare(client_request(path, b"x" * 400), RequestFields(), Placement(PolicyConfig()))
     assert (prepared.prompt, prepared.num_tokens) == (None, num_tokens)
