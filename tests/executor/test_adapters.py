@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.executor.protocol import AdapterError, DType, ExecutorError, Sampling
+from penstock.executor.protocol import AdapterError, DType, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
 from tests.support.checkpoints import (
@@ -94,12 +94,6 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
     others.append(Adapter("llama", tmp_path / "e", 1, ("q_proj",)))
     keys = {first.key, *(executor.load_adapter(str(other.path)).key for other in others)}
     assert len(keys) == 4 and first.rank == 4 and first.num_bytes > 0
-
-
-@pytest.mark.parametrize("case", ["opt", "gemma4"])
-def test_models_that_take_no_adapters_are_refused(case: str) -> None:
-    with pytest.raises(ExecutorError, match="enable_lora: given; LoRA is not supported for .*"):
-        with_adapters(case)
 
 
 @pytest.fixture(scope="module")

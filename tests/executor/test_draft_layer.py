@@ -81,12 +81,6 @@ def test_the_layer_is_in_the_fingerprint_and_in_the_pages(tmp_path: Path) -> Non
     assert with_layer.block_bytes * 3 == without.block_bytes * 4
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3.5"])
-def test_a_model_without_a_draft_layer_is_refused(case: str, tmp_path: Path) -> None:
-    path = copied(case, tmp_path / case)
-    assert "the model has no layer for multi-token prediction" in refusal(path, draft_tokens=1)
-
-
 def test_a_draft_layer_without_its_tensors_is_refused(tmp_path: Path) -> None:
     path = copied("glm4-moe", tmp_path / "model")
     edit_config(path, num_nextn_predict_layers=1)

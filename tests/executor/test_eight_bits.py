@@ -148,15 +148,6 @@ def test_dummy_weights_are_alike(case: str, monkeypatch: pytest.MonkeyPatch, rec
 # Pages of eight bits.
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
-def test_pages_of_eight_bits_are_refused_on_a_cpu(name: str) -> None:
-    message = refusal(folders("qwen3")[1], kv_cache_dtype=name)
-    assert message == (
-        f"kv_cache_dtype: '{name}' given; pages of eight bits need a GPU of compute capability 8.9 or later, "
-        "and the model is on the CPU"
-    )
-
-
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v3"])
 def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     case: str, monkeypatch: pytest.MonkeyPatch, recorded: list[torch.Tensor]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.moe import ExpertCounter, SlotTable
-from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate, WeightsError
+from penstock.executor.protocol import DType, EplbConfig, ExpertUpdate, WeightsError
 from tests.executor import test_eight_bits
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
@@ -58,18 +58,6 @@ def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
     assert answer.outputs[0].token_ids == greedy("mixtral", prompt, 20)[0]
     assert sum(metrics[f"experts_num_{kind}"] for kind in ("rebalances", "reweights", "skipped")) > 0
     assert 0 < metrics["experts_balance"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("case", "options", "message"),
-    [
-        ("llama", {"enable_expert_parallel": True}, "enable_expert_parallel: given, but the model has no experts"),
-        ("mixtral", {"enable_eplb": True}, "enable_eplb requires enable_expert_parallel and several ranks"),
-    ],
-)
-def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExecutorError, match=message):
-        executor_of(case, **options)
 
 
 @pytest.mark.parametrize(
