@@ -1,4 +1,4 @@
-"""Rules on imports and dangerous calls, read from the syntax trees of every module.
+"""Rules on imports and dangerous calls (tests/layers.toml), checked in the syntax trees of every module.
 
 Lazy imports inside functions and imports for type checkers count like any other. Fresh processes show that torch stays
 out of the light commands.
@@ -21,70 +21,14 @@ from tests.support.programs import printed
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "cache", "executor", "router", "eplb", "prove")
 
-# Where imports may point, per room; a name stands for itself and everything beneath it.
-MAY_IMPORT = {
-    "engine": {
-        *("engine", "cache", "executors", "_csrc", "executor.protocol", "executor.process_life", "executor.machine"),
-        *("executor.regular_files", "executor.shared_tensors", "executor.gguf_header", "executor.forward"),
-        *("executor.models.catalogue", "executor.logs"),
-        "executor.loading.fields",  # without torch
-        "prove",
-    },
-    "executors": {"executor"},
-    "core_process": {"engine", "executor.protocol", "executors"},
-    "executor": {"executor", "cache", "eplb", "_csrc"},
-    "cache": {"cache", "_csrc"},
-    "eplb": {"eplb"},
-    "prove": {"prove"},
-    "router": {
-        *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
-        *("executor.process_life", "executor.logs"),
-    },
-    "__init__": {"engine"},
-    "cli": {*ROOMS},
-}
-# Inside a room imports point one way too: a part imports itself and those before it.
-PARTS = {
-    "engine": ("config messages", "core", "options vllm_options engine_options sampling_params invalid_request model_error model_files", "http", "page",
-               "text", "grammar", "front", "server", "commands"),
-    "executor": ("protocol regular_files gguf_header code_types shared_tensors cache_layout batch moe_spec parallel staging progress child_main logs process_life outbox machine weight_memory",
-                 "kernels", "loading", "models",
-                 "sampling", "tiers", "step", "ring", "ranks", "uniproc forward"),
-    "router": ("backend background discovery config", "http", "placement", "fleet",
-               "routes answer leg prefill metrics exchange spans tokenizer_check app serve ray_serve"),
-    "cache": ("keys pool", "tiers.names tiers.base tiers.health tiers.memory", "tiers.index", "tiers.disk",
-              "tiers.peer"),
-}  # fmt: skip
-# Parts that only the named modules import, so that each can be deleted together with its tests.
-LEAVES = {
-    "engine.page": {"engine.server.routes"},
-    "engine.server.agents": {"engine.server.routes", "engine.server.service"},
-    "engine.http.tracing": {"engine.server.spans", "router.spans"},
-    "engine.server.spans": {"engine.server.service"},
-    "router.spans": {"router.serve"},
-    "engine.commands.bench": {"cli"},
-    # Its HTTP client, and how it starts a server, are used by two commands.
-    "prove": {"cli", "engine.commands.bench", "engine.commands.terminal_chat"},
-    "router.fleet.engine_feed": {"router.fleet"},
-    "router.placement.engine_blocks": {"router.placement", "router.fleet"},
-    "router.ray_serve": set(),
-}
+_RULES = tomllib.loads((ROOT / "tests/layers.toml").read_text())
+MAY_IMPORT: dict[str, list[str]] = _RULES["may_import"]
+PARTS: dict[str, list[str]] = _RULES["parts"]
+LEAVES: dict[str, list[str]] = _RULES["leaves"]
+BANNED: dict[str, list[str]] = _RULES["banned"]
+DISTRIBUTIONS: dict[str, str] = _RULES["distributions"]
 TORCH_LIVES_IN = {"executor"}
 TORCH_AND_CO = {"torch", "transformers", "triton", "safetensors.torch"}
-
-BANNED_CALLS = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "torch.load",
-    "yaml.load", "yaml.unsafe_load", "eval", "exec", "os.system", "os.popen",
-}  # fmt: skip
-BANNED_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
-# Import names whose package is called otherwise; torch brings triton where there is CUDA.
-DISTRIBUTIONS = {
-    "huggingface_hub": "huggingface-hub",
-    "opentelemetry": "opentelemetry-sdk",
-    "prometheus_client": "prometheus-client",
-    "triton": "torch",
-    "zmq": "pyzmq",
-}
 
 
 class Module(NamedTuple):
@@ -160,11 +104,11 @@ def banned_calls(nodes: Iterable[ast.AST]) -> Iterator[str]:
         if isinstance(node, ast.Call):
             first, dot, rest = name_of(node.func).partition(".")
             name = renamed.get(first, first) + dot + rest
-            if name in BANNED_CALLS:
+            if name in BANNED["calls"]:
                 yield name
             for keyword in node.keywords:
                 is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
-                if keyword.arg in BANNED_KEYWORDS and not is_off:
+                if keyword.arg in BANNED["keywords"] and not is_off:
                     yield f"{name}({keyword.arg}=…)"
 
 
