@@ -11,7 +11,8 @@ import pytest
 from penstock import cli
 from penstock.executor.logs import LOG_VARIABLE, log_levels
 from penstock.executor.process_life import begin, send
-from tests.support.refusals import table
+from tests.support.programs import printed
+from tests.support.refusals import cases, table
 
 PARENT = """
 import sys
@@ -72,15 +73,7 @@ def test_a_clients_text_begins_no_line_of_the_log_and_moves_no_cursor() -> None:
     assert lines[-2:] == ["  ValueError: a", f"  b{escaped}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "levels"),
-    [
-        ("info", {"": "info"}),
-        ("WARNING", {"": "warning"}),
-        ("router=debug", {"router": "debug"}),
-        ("error, router=debug,cache=warning", {"": "error", "router": "debug", "cache": "warning"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "levels"), cases(__file__, "log levels by room"))
 def test_levels_are_read_by_room(text: str, levels: dict[str, str]) -> None:
     assert log_levels(text) == levels
 
@@ -104,17 +97,11 @@ def test_a_command_refuses_it_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("option", "environment", "levels"),
-    [
-        ("", {}, {"": 30, "penstock": 20, "penstock.router": 20, "penstock.cache": 20}),
-        ("error,cache=debug", {}, {"": 40, "penstock": 40, "penstock.router": 40, "penstock.cache": 10}),
-        ("", {LOG_VARIABLE: "router=error"}, {"": 30, "penstock": 20, "penstock.router": 40, "penstock.cache": 20}),
-        ("debug", {LOG_VARIABLE: "error"}, {"": 30, "penstock": 10, "penstock.router": 10, "penstock.cache": 10}),
-    ],
+    ("option", "environment", "levels"), cases(__file__, "log levels of processes", LOG_VARIABLE=LOG_VARIABLE)
 )
-def test_children_log_at_the_parents_levels(option: str, environment: dict[str, str], levels: dict[str, int]) -> None:
-    plain = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT, option], capture_output=True, text=True, env={**plain, **environment}, check=True
-    )
-    assert done.stdout.count(str(levels).replace("'", '"').replace(" ", "")) == 2, done.stdout
+def test_children_log_at_the_parents_levels(
+    option: str, environment: dict[str, str], levels: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOG_VARIABLE, raising=False)
+    shown = printed(PARENT, option, **environment)
+    assert shown.count(str(levels).replace("'", '"').replace(" ", "")) == 2, shown

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.commands.bench.report import Goal, ReportOptions, details, spread, summarize
+from tests.support.refusals import cases
 
 
 def reply_to(*events: Any) -> Outcome:
@@ -34,23 +35,11 @@ ROLE, END = delta(role="assistant", content=""), delta("stop")
 COUNTS = {"prompt_tokens": 7, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
 USAGE = {"choices": [], "usage": COUNTS}
 WITHOUT_CACHE = {"choices": [], "usage": COUNTS | {"prompt_tokens_details": None}}
+NAMES: dict[str, Any] = {"pytest": pytest, "text": text, "delta": delta, "ROLE": ROLE, "END": END}
+NAMES |= {"USAGE": USAGE, "WITHOUT_CACHE": WITHOUT_CACHE}
 
 
-@pytest.mark.parametrize(
-    ("events", "answer", "times_s", "counts"),
-    [
-        # The server's counts are reported, not the number of pieces.
-        ([text("a"), text("b"), text("c", "length"), USAGE], "abc", (1.0, [1.0, 1.0], 3.0), (7, 4, 3)),
-        # A chat's role and its bare end are no tokens.
-        ([ROLE, delta(content="a"), delta(content="b"), END, WITHOUT_CACHE], "ab", (2.0, [1.0], 4.0), (7, 4, 0)),
-        # The first piece is half a character.
-        ([text(""), text("é"), text("", "length")], "é", (1.0, [1.0], 3.0), (5, 2, 0)),
-        # Reasoning and tool calls are tokens as well.
-        ([ROLE, delta(reasoning="hm"), delta("stop", content="x")], "hmx", (2.0, [1.0], 3.0), (5, 2, 0)),
-        ([ROLE, delta(reasoning_content="hm"), delta("stop", content="x")], "hmx", (2.0, [1.0], 3.0), (5, 2, 0)),
-        ([ROLE, delta(tool_calls=[{"index": 0}]), END], "", (2.0, [], 3.0), (5, 1, 0)),
-    ],
-)
+@pytest.mark.parametrize(("events", "answer", "times_s", "counts"), cases(__file__, "answers", **NAMES))
 def test_an_answer_is_timed_from_its_first_token_to_its_last(
     events: list[Any], answer: str, times_s: tuple[float, list[float], float], counts: tuple[int, int, int]
 ) -> None:
@@ -60,19 +49,7 @@ def test_an_answer_is_timed_from_its_first_token_to_its_last(
     assert (outcome.prompt_len, outcome.output_len, outcome.num_cached) == counts
 
 
-@pytest.mark.parametrize(
-    ("events", "error"),
-    [
-        ([text("a"), {"error": {"message": "out of memory", "code": 500}}, "[DONE]"], "out of memory"),
-        ([text("a"), {"error": "out of memory"}, "[DONE]"], "out of memory"),
-        ([text("a", "stop"), {"error": None}, "[DONE]"], ""),
-        ([], "the stream ended early"),
-        ([text("a")], "the stream ended early"),
-        ([text("a", "stop"), USAGE], "the stream ended early"),
-        (["[DONE]"], "the stream ended early"),
-        (["{'choices'", "[DONE]"], "an event cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("events", "error"), cases(__file__, "ends of streams", **NAMES))
 def test_a_stream_with_an_error_or_without_its_end_is_a_failure(events: list[Any], error: str) -> None:
     assert reply_to(*events).error.partition(" (")[0] == error
 
