@@ -156,21 +156,15 @@ async def test_the_loop_serves_others_while_a_dead_core_slowly_leaves(monkeypatc
     assert threads and threading.main_thread() not in threads
 
 
-async def test_a_core_is_unhealthy_while_it_is_stopped(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    await comes_true(lambda: engine.health().ready)  # once the messages that came between two tests are read
-    monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
-    os.kill(pid_of(engine), signal.SIGSTOP)
-    await comes_true(lambda: not engine.health().alive)
-    assert "silent" in engine.health().reason
-    os.kill(pid_of(engine), signal.SIGCONT)
-    await comes_true(lambda: engine.health().alive)
-
-
-async def test_requests_of_a_stopped_core_end_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_core_is_unhealthy_and_its_requests_end_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.front.client.STOP_GRACE_S", 0.1)
     async with running() as engine:
         monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
         answer = engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False))
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        await comes_true(lambda: not engine.health().alive)
+        os.kill(pid_of(engine), signal.SIGCONT)
+        await comes_true(lambda: engine.health().alive)
         os.kill(pid_of(engine), signal.SIGSTOP)
         await comes_true(lambda: not engine.health().alive)
         reason = engine.health().reason

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.core.drafts import WINDOW, find_repeat
+from penstock.engine.messages import Submit
 from penstock.executor.protocol import Sampling, Step
 from tests.engine.test_groups import FULL, STATE
 from tests.support.refusals import cases
@@ -19,6 +20,15 @@ from tests.support.simulation import BLOCK_SIZE, CoreRig, World, alone, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
 ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))
+
+
+def drafted(message: Submit, **options: Any) -> World:
+    """Run a request, with drafts that repeat its text unless the options name others, and check its tokens."""
+    world = World(**{"max_in_flight": 1, "drafts": NGRAM, **options})
+    world.submit(message)
+    world.run()
+    assert world.tokens(message.request_id) == alone(message)[0]
+    return world
 
 
 def slow_find_repeat(tokens: list[int], least: int, most: int) -> int:
@@ -50,17 +60,13 @@ def test_a_repeat_is_found_within_a_window(length: int, position: int) -> None:
 
 
 def test_right_drafts_bring_several_tokens_a_step() -> None:
-    steps = {}
-    for drafts in (None, NGRAM):
-        world = World(max_in_flight=1, drafts=drafts)
-        message = submit("a", [1, 2, 3], max_tokens=39, sampling=ALWAYS_7)
-        world.submit(message)
-        world.run()
-        assert world.tokens("a") == alone(message)[0] == [7] * 39
-        steps[drafts] = world.scheduler.stats().num_steps
+    message = submit("a", [1, 2, 3], max_tokens=39, sampling=ALWAYS_7)
+    assert drafted(message, drafts=None).scheduler.stats().num_steps == 39
+    world = drafted(message)
+    assert world.tokens("a") == [7] * 39
     stats = world.scheduler.stats()
-    assert steps[None] == 39 and steps[NGRAM] == 12  # 3 for a repeat, 1 as expected, 2, 3 and 6 × 5 tokens
-    assert stats.draft_tokens == stats.accepted_tokens == 39 - steps[NGRAM] and stats.generation_tokens == 39
+    assert stats.num_steps == 12  # 3 for a repeat, 1 as expected, 2, 3 and 6 × 5 tokens
+    assert stats.draft_tokens == stats.accepted_tokens == 39 - 12 and stats.generation_tokens == 39
     assert len(world.outputs["a"][-1].tokens) == 5, "those of the last step count too"
 
 
@@ -72,23 +78,15 @@ def test_drafts_are_rows_of_one_token_behind_those_of_all_requests() -> None:
         step = world.run_step()
     first, other, *drafts = step.rows
     assert first.tokens == (7, 7, 7, 7) and first.first_token == first.start + 1 and other.tokens == ()
-    assert [(row.slot, row.start, row.count, row.sample) for row in drafts] == [
-        (first.slot, first.start + 1 + i, 1, True) for i in range(4)
-    ]
+    fields = [(row.slot, row.start, row.count, row.sample) for row in drafts]
+    assert fields == [(first.slot, first.start + 1 + i, 1, True) for i in range(4)]
 
 
 def test_wrong_drafts_are_sent_less_and_less_and_then_no_more() -> None:
     message = submit("a", [1, 2] * 10, max_tokens=40, sampling=Sampling(temperature=0.0, allowed_ids=(1, 2)))
-    world = World(max_in_flight=1, drafts=NGRAM)
-    world.submit(message)
-    world.run()
-    stats = world.scheduler.stats()
-    assert world.tokens("a") == alone(message)[0]
+    stats = drafted(message).scheduler.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens < 60
-    strangers = World(max_in_flight=1, drafts=NGRAM, vocab_size=50)
-    strangers.submit(submit("a", list(range(20)), max_tokens=40))
-    strangers.run()
-    assert strangers.scheduler.stats().draft_tokens <= 2
+    assert drafted(submit("a", list(range(20)), max_tokens=40)).scheduler.stats().draft_tokens <= 2
 
 
 def test_only_a_request_with_a_repeat_waits_for_its_token() -> None:
@@ -109,16 +107,14 @@ def test_only_a_request_with_a_repeat_waits_for_its_token() -> None:
 
 @pytest.mark.parametrize("options", cases(__file__, "no room for drafts"))
 def test_some_options_leave_no_room_for_drafts(options: dict[str, Any]) -> None:
-    world = World(drafts=NGRAM)
-    world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, **options)))
-    world.run()
+    sampling = msgspec.structs.replace(ALWAYS_7, **options)
+    world = drafted(submit("a", [1, 2, 3], max_tokens=30, sampling=sampling), max_in_flight=2)
     assert world.tokens("a") == [7] * 30 and world.scheduler.stats().num_drafts == 0
 
 
 def test_every_token_of_a_draft_has_its_log_probabilities() -> None:
-    world = World(drafts=NGRAM)
-    world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, logprobs=2)))
-    world.run()
+    sampling = msgspec.structs.replace(ALWAYS_7, logprobs=2)
+    world = drafted(submit("a", [1, 2, 3], max_tokens=30, sampling=sampling), max_in_flight=2)
     assert all(len(output.logprobs or ()) == len(output.tokens) for output in world.outputs["a"])
     assert max(len(output.tokens) for output in world.outputs["a"]) == 5
 
@@ -248,16 +244,10 @@ LAYER = SpeculativeConfig(method="mtp", num_speculative_tokens=3, prompt_lookup_
 
 
 def test_right_drafts_of_the_layer_bring_several_tokens_a_step() -> None:
-    world = World(max_in_flight=1, drafts=LAYER)
-    message = submit("a", [1, 2, 3], max_tokens=60, sampling=ALWAYS_7)
-    world.submit(message)
-    world.run()
-    stats = world.scheduler.stats()
-    assert world.tokens("a") == alone(message)[0]
+    world = drafted(submit("a", [1, 2, 3], max_tokens=60, sampling=ALWAYS_7), drafts=LAYER)
+    stats, told = world.scheduler.stats(), [output.accepted_drafts for output in world.outputs["a"]]
     assert stats.draft_tokens == stats.accepted_tokens == 60 - stats.num_steps
-    assert (
-        sum(output.accepted_drafts for output in world.outputs["a"]) == sum(stats.accepted_at) == stats.accepted_tokens
-    )
+    assert sum(told) == sum(stats.accepted_at) == stats.accepted_tokens
     assert stats.num_steps <= 25  # three plain ones to know their cost, then up to four tokens a step
 
 

@@ -50,11 +50,9 @@ def test_a_hit_needs_the_blocks_within_the_window_alone() -> None:
     world = World(groups=(FULL, WINDOW), num_blocks=60)
     assert world.cached("a", prompt) == 0
     assert world.cached("b", prompt) == 32
-    forget(
-        world, prompt, [0, 1, 2, 3, 4], group=1
-    )  # all that a prefix of 8 blocks does not need, then one that it does
+    forget(world, prompt, [0, 1, 2, 3, 4], group=1)  # all that a prefix of 8 blocks does not need
     assert world.cached("c", prompt) == 32
-    forget(world, prompt, [6], group=1)
+    forget(world, prompt, [6], group=1)  # one that it does
     assert world.cached("d", prompt) == 0, "no shorter prefix has its window either"
     assert world.cached("e", prompt) == 32, "it was computed again"
 

@@ -34,6 +34,12 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+def assert_idle_and_able(llm: LLM) -> None:
+    metrics = llm.get_metrics()
+    assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+
+
 def test_results_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: LLM) -> None:
     prompts = [[number % 50] * (1 + number % 40) for number in range(60)]
     params = [SamplingParams(temperature=0.0, max_tokens=1 + number % 20) for number in range(60)]
@@ -105,8 +111,7 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
 def test_bad_input_names_field_and_limit_and_leaves_nothing(llm: LLM, prompt: Any, params: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt, params, use_tqdm=False)
-    assert llm.get_metrics()["num_used_blocks"] == 0
-    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+    assert_idle_and_able(llm)
 
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["Ctrl-C", "ignored"])
@@ -134,9 +139,7 @@ def test_an_interrupt_ends_the_batch_between_steps(llm: LLM, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1]] * 5, SamplingParams(max_tokens=50), use_tqdm=False)
         assert next(calls) < 10
-    metrics = llm.get_metrics()
-    assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
-    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+    assert_idle_and_able(llm)
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -202,9 +205,7 @@ def test_a_callers_bar_that_fails_costs_the_call_and_not_the_engine(llm: LLM) ->
     bar().update.side_effect = bar().close.side_effect = OSError("the screen is gone")
     with pytest.raises(OSError, match="the screen"):
         llm.generate([[1]] * 5, [msgspec.structs.replace(GREEDY, max_tokens=1 + n) for n in range(5)], use_tqdm=bar)
-    metrics = llm.get_metrics()
-    assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
-    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+    assert_idle_and_able(llm)
 
 
 @pytest.mark.parametrize(("fields", "message"), table(__file__, "offline parameters", np=np))

@@ -26,6 +26,17 @@ class Rig(CoreRig):
     def ask(self, name: str, prompt: list[int] = PROMPT) -> None:
         self.submit(submit(name, prompt, max_tokens=12))
 
+    def take_steps(self) -> None:
+        """Compute a part of what runs."""
+        for _ in range(3):
+            self.step()
+
+    def pause(self, mode: PauseMode, sleeps: bool) -> None:
+        if sleeps:
+            self.sleep(1, mode)
+        else:
+            self.keep(*self.pauses.pause(mode))
+
     def sleep(self, level: SleepLevel, mode: PauseMode) -> None:
         self.keep(*self.pauses.drain())
         self.keep(*self.pauses.sleep(level, mode))
@@ -37,60 +48,43 @@ class Rig(CoreRig):
             assert self.tokens(name) == expected and self.end(name) == "length"
 
 
-def test_a_pause_keeps_ends_or_waits_for_what_runs() -> None:
-    for mode in ("keep", "abort", "wait"):
-        rig = Rig()
-        rig.ask("a")
-        rig.ask("waiting", prompt=PROMPT * 5)
-        for _ in range(3):
-            rig.step()
-        rig.keep(*rig.pauses.pause(mode))
-        if mode == "wait":
-            assert rig.pauses.is_pausing and not rig.pauses.is_paused
-            rig.ask("late")
-            assert rig.end("late") is None
-            rig.run()
-            assert rig.end("a") == rig.end("waiting") == "length"
-        assert rig.pauses.is_paused and not rig.core.has_work()
-        rig.core.scheduler.check()
-        done = "abort" if mode == "abort" else "length" if mode == "wait" else None
-        assert rig.end("a") == rig.end("waiting") == done
-        rig.ask("new")
-        assert not rig.core.has_work() and rig.core.step() == []
-        rig.pauses.resume()
-        rig.run()
-        rig.assert_answered(*{"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode])
-        assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
+BY_MODE = pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
-def test_a_sleep_keeps_ends_or_waits_for_what_runs(mode: PauseMode) -> None:
+@BY_MODE
+@pytest.mark.parametrize("sleeps", [False, True], ids=["pause", "sleep"])
+def test_a_pause_or_a_sleep_keeps_ends_or_waits_for_what_runs(mode: PauseMode, sleeps: bool) -> None:
     rig = Rig()
     rig.ask("a")
-    for _ in range(3):
-        rig.step()
-    rig.sleep(1, mode)
+    rig.ask("waiting", prompt=PROMPT * 5)
+    rig.take_steps()
+    rig.pause(mode, sleeps)
     if mode == "wait":
-        assert rig.pauses.is_pausing and not rig.pauses.asleep
+        assert rig.pauses.is_pausing and not rig.pauses.is_paused
+        rig.ask("late")
+        assert rig.end("late") is None
         rig.run()
         assert rig.pauses.is_paused and not rig.pauses.asleep
-        rig.sleep(1, mode)
-    assert rig.pauses.is_paused and rig.pauses.asleep == ["weights", "kv_cache"]
-    assert rig.end("a") == {"keep": None, "abort": "abort", "wait": "length"}[mode]
-    rig.pauses.wake(ALL)
+        rig.pause(mode, sleeps)
+    assert rig.pauses.is_paused and not rig.core.has_work()
+    assert rig.pauses.asleep == (["weights", "kv_cache"] if sleeps else [])
+    rig.core.scheduler.check()
+    assert rig.end("a") == rig.end("waiting") == {"keep": None, "abort": "abort", "wait": "length"}[mode]
+    rig.ask("new")
+    assert not rig.core.has_work() and (sleeps or rig.core.step() == [])
+    rig.pauses.wake(ALL) if sleeps else rig.pauses.resume()
     rig.run()
-    if mode != "abort":
-        rig.assert_answered("a")
+    rig.assert_answered(*{"keep": ("a", "new"), "abort": ("new",), "wait": ("a", "late", "new")}[mode])
+    assert rig.core.scheduler.pool.num_free == rig.core.scheduler.pool.num_usable
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+@BY_MODE
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_refused_sleep_changes_nothing(mode: PauseMode, is_paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     if mode != "wait":
         rig.ask("a")
-        for _ in range(3):
-            rig.step()
+        rig.take_steps()
     if is_paused:
         rig.keep(*rig.pauses.pause("keep"))
     monkeypatch.setattr(OracleExecutor, "sleep", Mock(side_effect=WeightsError("enable_eplb: given")))
@@ -120,6 +114,8 @@ def test_the_offline_api_updates_sleeps_and_names_the_versions(folder: Path, tmp
         llm.sleep()
         with pytest.raises(RuntimeError, match="this LLM sleeps; wake_up comes first"):
             answer(llm)
+        with pytest.raises(WeightsError, match="sleeps already"):
+            llm.sleep()
         llm.wake_up(["weights"])
         llm.wake_up(["kv_cache"])
         assert answer(llm) == second
@@ -136,9 +132,3 @@ def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest
             llm.sleep()
         assert not llm._running().pauses.is_paused
         assert llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
-        monkeypatch.undo()
-        llm.sleep()
-        with pytest.raises(WeightsError, match="sleeps already"):
-            llm.sleep()
-        with pytest.raises(RuntimeError, match="wake_up comes first"):
-            llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -82,14 +82,8 @@ def test_a_conversation_goes_on_after_an_answer_that_failed_or_was_stopped(
         last = json.loads(server.seen[-1].body)
     assert (code, printed) == (0, f"Fine[2J, thanks.\n{shown}Fine[2J, thanks.\n")
     assert capsys.readouterr().err.splitlines()[1:] == [f"penstock: {error}"] * bool(error)
-    kept = [] if error else ["wait", PAUSED]
-    assert [message["content"] for message in last["messages"]] == [
-        "Be brief.",
-        "Hello",
-        "Fine\x1b[2J, thanks.",
-        *kept,
-        "Again",
-    ]
+    before, kept = ["Be brief.", "Hello", "Fine\x1b[2J, thanks."], [] if error else ["wait", PAUSED]
+    assert [message["content"] for message in last["messages"]] == [*before, *kept, "Again"]
     assert last["model"] == "m" and server.seen[-1].header(b"authorization") == [b"Bearer k"]
 
 

@@ -1,6 +1,8 @@
 """Masks are filled by one thread or many, into buffers that take turns."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,10 +27,17 @@ def after(text: str, **outputs: object) -> Matcher:
     return state
 
 
+@pytest.fixture
+def filler() -> Iterator[MaskFiller]:
+    with contextlib.closing(MaskFiller(60)) as filler:
+        yield filler
+
+
 @pytest.mark.parametrize("pool_rows", [1, 1000])
-def test_a_set_bit_is_a_token_that_may_follow(pool_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_bit_is_a_token_that_may_follow(
+    filler: MaskFiller, pool_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(masks_module, "POOL_ROWS", pool_rows)
-    filler = MaskFiller(60)
     rows = [(3 * number, after("1" * (number % 4), regex="[0-9]{2,4}")) for number in range(60)]
     digits = set(b"0123456789")
     for masks in (filler.fill(rows), filler.fill(rows)):
@@ -36,45 +45,38 @@ def test_a_set_bit_is_a_token_that_may_follow(pool_rows: int, monkeypatch: pytes
         for index in range(60):
             assert allowed(masks, index) == (digits if index % 4 < 2 else digits | {EOS})
         assert masks.ended == [] and masks.errors == {}
-    filler.close()
 
 
-def test_the_buffer_of_the_step_before_is_left_alone() -> None:
-    filler = MaskFiller(4)
+def test_the_buffer_of_the_step_before_is_left_alone(filler: MaskFiller) -> None:
     first = filler.fill([(0, after("", regex="a|b"))])
     filler.start([(0, after("", regex="c"))])
     second = filler.finish()
     assert allowed(first, 0) == set(b"ab") and allowed(second, 0) == set(b"c")
     assert not np.shares_memory(first.bits, second.bits)
-    filler.close()
 
 
-def test_a_row_after_which_only_an_end_may_follow_has_ended() -> None:
-    filler = MaskFiller(4)
+def test_a_row_after_which_only_an_end_may_follow_has_ended(filler: MaskFiller) -> None:
     late = after("k", grammar='start: "k" TAIL?\nTAIL: /z/ & /y/')
     masks = filler.fill([(5, late), (7, after("", regex="a"))])
     assert masks.ended == [5] and masks.errors == {}
     assert allowed(masks, 0) >= set(range(VOCAB_SIZE)), "what the executor samples there is not read"
-    filler.close()
 
 
-def test_a_matcher_that_has_failed_is_reported_and_its_row_allows_all() -> None:
+def test_a_matcher_that_has_failed_is_reported_and_its_row_allows_all(filler: MaskFiller) -> None:
     broken = matcher(regex="a+")
     assert not broken.advance([ord("b")])
-    filler = MaskFiller(4)
     masks = filler.fill([(0, broken), (1, after("", regex="a"))])
     assert list(masks.errors) == [0] and masks.errors[0]
     assert allowed(masks, 0) >= set(range(VOCAB_SIZE)) and allowed(masks, 1) == {ord("a")}
-    filler.close()
 
 
-def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_filled_by_no_more_threads_than_the_process_may_use(
+    filler: MaskFiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_pool = Mock(side_effect=LLExecutor)
     monkeypatch.setattr("llguidance.LLExecutor", open_pool)
     monkeypatch.setattr(masks_module, "POOL_ROWS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    filler = MaskFiller(4)
     assert allowed(filler.fill([(0, after("", regex="a"))]), 0) == {ord("a")}
-    filler.close()
     open_pool.assert_called_once_with(1)
