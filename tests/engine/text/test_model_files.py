@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,24 +121,11 @@ def test_a_hub_that_cannot_be_reached_is_tried_once_without_a_warning(
     assert caplog.messages == [] and "\n" not in str(raised.value)
 
 
-class FakeHub(ModuleType):
-    """The two functions of huggingface_hub that are used, over a local folder."""
-
-    def __init__(self, snapshot: Path) -> None:
-        super().__init__("huggingface_hub")
-        self.snapshot = snapshot
-        self.downloads: list[dict[str, Any]] = []
-
-    def hf_hub_download(self, name: str, file: str, revision: str | None) -> str:
-        return str(self.snapshot / file)
-
-    def snapshot_download(self, name: str, **options: Any) -> str:
-        self.downloads.append(options)
-        return str(self.snapshot)
-
-
-def fake_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> FakeHub:
-    hub = FakeHub(snapshot)
+def fake_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> Mock:
+    """Put a local folder in place of the hub; return its double, with the two functions that are used."""
+    hub = Mock(spec=["hf_hub_download", "snapshot_download"])
+    hub.hf_hub_download.side_effect = lambda name, file, revision: str(snapshot / file)
+    hub.snapshot_download.return_value = str(snapshot)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.setattr("penstock.engine.model_files._check_reachable", lambda *_: None)
     return hub
@@ -148,14 +135,14 @@ def test_a_hub_model_is_of_one_commit_without_code_or_pickle(tmp_path: Path, mon
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee"))
     files = resolve_model("org/name", revision="main")
     assert (files.name, files.kind) == ("org/name", "hf")
-    assert hub.downloads[0]["revision"] == "c0ffee"
-    assert not [
-        pattern for pattern in hub.downloads[0]["allow_patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))
-    ]
+    options = hub.snapshot_download.call_args.kwargs
+    assert options["revision"] == "c0ffee"
+    patterns = options["allow_patterns"]
+    assert patterns and not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in patterns)
 
 
 def test_a_hub_model_with_code_is_refused_before_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee", {"auto_map": {"AutoModel": "m.M"}}))
     with pytest.raises(ModelError, match="org/name requires its own code"):
         resolve_model("org/name")
-    assert hub.downloads == []
+    hub.snapshot_download.assert_not_called()

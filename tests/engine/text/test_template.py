@@ -86,11 +86,7 @@ def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": None},
-        {"role": "user"},
-    ]
+    messages: list[Any] = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user"}]
     assert [message["content"] for message in seen(messages)] == ["a\nb", "", ""]
 
 
@@ -210,12 +206,10 @@ DEVELOPER_FIRST = (
 )
 
 
-@pytest.mark.parametrize(
-    ("source", "roles", "expected"),
-    cases(
-        __file__, "system messages", ONE_SYSTEM=ONE_SYSTEM, DEVELOPER_FIRST=DEVELOPER_FIRST, chat_samples=chat_samples
-    ),
-)
+ROLES = {"ONE_SYSTEM": ONE_SYSTEM, "DEVELOPER_FIRST": DEVELOPER_FIRST, "chat_samples": chat_samples}
+
+
+@pytest.mark.parametrize(("source", "roles", "expected"), cases(__file__, "system messages", **ROLES))
 def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, expected: str) -> None:
     names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
@@ -257,12 +251,12 @@ def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> Non
 # Hostile templates.
 
 
-ESCAPES = dict(cases(__file__, "escapes"))
+FAILS = dict(cases(__file__, "escapes")) | dict(cases(__file__, "operations without an end"))
 
 
-@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
-def test_a_template_that_reaches_out_fails(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="SecurityError|UndefinedError|no loader"):
+@pytest.mark.parametrize(("source", "message"), FAILS.values(), ids=FAILS)
+def test_a_template_that_reaches_out_or_works_without_end_fails(source: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         ChatTemplate(source).render(HELLO)
 
 
@@ -277,25 +271,9 @@ def test_a_template_that_does_not_compile_is_refused_when_it_is_loaded(source: s
         ChatTemplate(source)
 
 
-def test_endless_recursion_ends() -> None:
-    with pytest.raises(InvalidRequest, match="RecursionError"):
-        ChatTemplate("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}").render(HELLO)
-
-
 @pytest.mark.parametrize("source", cases(__file__, "endless"))
 def test_a_template_that_takes_too_long_is_ended_and_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.text.render_time.RENDER_S", 0.2)
     template = ChatTemplate(source)
     with pytest.raises(InvalidRequest, match="chat template takes longer than 0.2 s to render them"):
         template.render(HELLO)
-
-
-@pytest.mark.parametrize("source", cases(__file__, "large"))
-def test_a_single_operation_of_a_template_cannot_take_long(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="OverflowError: a (power|repetition) of more than"):
-        ChatTemplate(source).render(HELLO)
-
-
-def test_a_range_beyond_the_sandbox_s_own_limit_fails() -> None:
-    with pytest.raises(InvalidRequest, match="OverflowError: Range too big"):
-        ChatTemplate("{% for i in range(10 ** 9) %}{% endfor %}").render(HELLO)
