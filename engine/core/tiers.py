@@ -114,7 +114,7 @@ class Tiers:
         self._awaits_first_report = bool(info.stores)  # the stores have not reported their keys yet
         self._has_peers = any(tier_of(store) == PEER for store in info.stores)
         self._serves_peers = info.serves_peers
-        self.is_stale = False  # nothing may be admitted before the peers have reported their keys
+        self.is_stale = False  # nothing may be admitted before peers and disk have reported their keys
         self._must_forget = False  # the ranks must still be told to serve nothing computed earlier
         self._touched: list[bytes] = []  # used keys on the disk, to report with the next transfers
         self.counts: Counter[str] = Counter()
@@ -257,8 +257,9 @@ class Tiers:
         return self.is_stale or not self.is_idle
 
     def wake(self) -> None:
-        """Before the next admission, request the keys that peers have reported while the engine was idle."""
-        self.is_stale = self._has_peers
+        """Before the next admission, request the keys that came while the engine was idle, from peers or the disk's scan."""
+        is_scanning = self._loads.store_stats.get(DISK, {}).get("scan_left", 0) > 0
+        self.is_stale = self._has_peers or is_scanning
 
     def forget(self) -> bool:
         """Drop all content; return False and drop nothing while blocks are in use."""

@@ -172,12 +172,13 @@ class RankTransfers:
         if self._served is not None:
             self._served.note_disk(gained.get(DISK, ()), lost.get(DISK, ()))
         done, self._done = self._done, []
-        return TransferResult(done, gained, lost, num_copied, seconds, self._stats())
+        is_last = bool(done) and not self._loading and not self._storing  # no further step may come for long
+        return TransferResult(done, gained, lost, num_copied, seconds, self._stats(is_last))
 
-    def _stats(self) -> dict[str, dict[str, float]]:
-        """Return statistics at intervals, and when a store has become available or unavailable."""
+    def _stats(self, is_due: bool) -> dict[str, dict[str, float]]:
+        """Return statistics if they are due, at intervals, and when a store has become available or unavailable."""
         now_s, are_open = time.monotonic(), [store.is_open for store in self._stores.values()]
-        if now_s < self._stats_at_s and are_open == self._were_open:
+        if not is_due and now_s < self._stats_at_s and are_open == self._were_open:
             return {}
         self._stats_at_s, self._were_open = now_s + STATS_EVERY_S, are_open
         stats = {name: _flatten(store.stats()) for name, store in self._stores.items()}

@@ -29,6 +29,16 @@ def test_blocks_evicted_from_the_host_come_back_from_the_disk() -> None:
     assert world.cached("warm", PROMPT) == 19
     tiers = world.scheduler.stats().tiers
     assert tiers["disk"]["hit_tokens"] == 20 and tiers["host"]["hit_tokens"] == 0
+    assert tiers["disk"]["hits"] == 5, "the store's own figures are those after its last load"
+
+
+def test_records_that_a_scan_has_found_while_the_engine_was_idle_are_used() -> None:
+    found = with_the_prompt_on_the_disk().disk.data
+    world = World(num_blocks=17, num_host_blocks=20, store=FlakyStore(scan_left=1))
+    world.cached("first", [1, 2, 3])
+    for key, value in found.items():
+        world.disk.insert(key, value)
+    assert world.cached("warm", PROMPT) == 19
 
 
 def test_a_request_that_waits_for_its_reads_keeps_nobody_else_waiting() -> None:

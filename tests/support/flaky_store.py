@@ -25,6 +25,7 @@ class FlakyStore:
     is_stalled: bool = False  # nothing completes
     closed: bool = False
     is_open: bool = True
+    scan_left: int = 0  # as reported
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -68,7 +69,7 @@ class FlakyStore:
             _, kind, ticket, key, buffer, ok = entry
             # The buffer is read and written only now: reusing it early is found out.
             if kind == "store" and ok:
-                self._insert(key, bytes(buffer))
+                self.insert(key, bytes(buffer))
             elif kind == "load":
                 ok = ok and key in self.data
                 buffer[:] = self.data[key] if ok else bytes([0x55]) * len(buffer)
@@ -89,12 +90,13 @@ class FlakyStore:
                 self.data[key] = self.data.pop(key)
 
     def stats(self) -> dict[str, Any]:
-        return {"entries": len(self.data), "hits": self._num_loads, "load_times": {"sum_s": LOAD_S * self._num_loads}}
+        loads = {"hits": self._num_loads, "load_times": {"sum_s": LOAD_S * self._num_loads}}
+        return {"entries": len(self.data), "scan_left": self.scan_left, **loads}
 
     def close(self) -> None:
         self.closed = True
 
-    def _insert(self, key: bytes, value: bytes) -> None:
+    def insert(self, key: bytes, value: bytes) -> None:
         self.data[key] = value
         self._visible[key] = None
         self._lost.pop(key, None)
