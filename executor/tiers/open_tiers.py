@@ -112,9 +112,12 @@ def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks:
 
 def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
     path, capacity_bytes = config.kv_disk_path, config.kv_disk_bytes // config.tensor_parallel_size
+    about = config.model, config.block_size
     with _naming(f"kv_disk_path: {path!r}"):
         try:
-            return DiskTier(path, capacity_bytes=capacity_bytes, chunk_bytes=block.size, fingerprint=block.fingerprint)
+            return DiskTier(
+                path, capacity_bytes=capacity_bytes, chunk_bytes=block.size, fingerprint=block.fingerprint, about=about
+            )
         except ValueError as error:
             raise ExecutorError(f"kv_disk_bytes: {error}") from None
 
@@ -122,9 +125,8 @@ def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
 def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
     """Open the tier of a peer, whether or not it can be reached now."""
     endpoint = read_address("kv_peers", peer, config.tensor_parallel_size).of_rank(block.rank)
-    secret = _secret(config)
     with _naming(f"kv_peers: {peer!r}"):
-        return PeerTier(endpoint, chunk_bytes=block.size, fingerprint=block.fingerprint, secret=secret)
+        return PeerTier(endpoint, chunk_bytes=block.size, fingerprint=block.fingerprint, secret=_secret(config))
 
 
 def _serve(config: ExecutorConfig, block: RankBlock, served: ServedBlocks) -> Any:

@@ -36,10 +36,13 @@ def says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Says:
 
 
 def test_inspect_tells_what_is_there_and_names_who_uses_it(says: Says, tmp_path: Path) -> None:
-    folder = filled(tmp_path)
-    shown = says("inspect")
+    folder = filled(tmp_path, about=("/models/small", 16))
+    for shown in (says("inspect"), says("inspect")):  # which itself locks the directory for a moment
+        assert "model        /models/small\n" in shown and "tokens       128\n" in shown
     assert re.search(r"on disk      \d+ bytes \(0\.\d\d GiB\)\n", shown) and "bytes each (0.00 GiB together)" in shown
     assert folder.name in shown and "records      8 of" in shown and "in use       no" in shown and "cleanly" in shown
+    (folder / "lock").write_bytes(b"1234\n")  # as stores were written before they said whose they are
+    assert "model        unknown\n" in says("inspect") and "tokens       unknown\n" in says("inspect")
     with Rig(tmp_path):
         assert f"in use       by process {os.getpid()}" in says("inspect")
 

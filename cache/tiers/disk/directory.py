@@ -1,7 +1,8 @@
 """The directory of one namespace: its permissions, its lock and its slab files.
 
 PATH/<namespace, 32 hex digits>/    mode 0700; all files in it have mode 0600
-    lock              locked with flock by the process that uses the directory; contains its process id
+    lock              locked with flock by the process that uses the directory; contains its process id, in 20 columns,
+                      and in JSON the model and the tokens of a record, or nothing
     probe             a page for testing the disk
     index             see snapshot.py
     slab-000000 …     cells of records, preallocated; 1 GiB each, except the last
@@ -16,6 +17,8 @@ import stat
 import threading
 from collections.abc import Iterator
 
+import msgspec
+
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.record import PAGE, Geometry
 from penstock.cache.tiers.memory import huge_buffer
@@ -25,6 +28,7 @@ LOCK_FILE, PROBE_FILE = "lock", "probe"
 OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|slab-\d{6,}")
 OUR_DIRECTORIES = re.compile(r"[0-9a-f]{32}")
 SLAB_FILE = re.compile(r"slab-(\d{6,})")
+ID_BYTES = 21  # of the process id and the newline
 
 
 class DirectoryInUse(OSError):
@@ -46,13 +50,16 @@ def open_directory(path: str, create: bool) -> int:
     return directory
 
 
-def lock(calls: SystemCalls, directory: int, path: str) -> int:
-    """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
+def lock(calls: SystemCalls, directory: int, path: str, about: tuple[str, int] | None = None) -> int:
+    """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends. Without
+    `about` the file keeps what it says about the records."""
     file = calls.open(directory, LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(file, 0)
-        os.pwrite(file, b"%d\n" % os.getpid(), 0)
+        os.pwrite(file, b"%-20d\n" % os.getpid(), 0)
+        if about is not None:
+            os.ftruncate(file, ID_BYTES)
+            os.pwrite(file, msgspec.json.encode(about), ID_BYTES)
     except BlockingIOError:
         holder = os.pread(file, 20, 0).decode("ascii", "replace").strip() or "(id not written yet)"
         os.close(file)

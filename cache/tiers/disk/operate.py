@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import (
+    ID_BYTES,
     LOCK_FILE,
     OUR_DIRECTORIES,
     OUR_FILES,
@@ -69,7 +71,9 @@ def _inspect(path: Path) -> int:
         held = _disk_usage(directory, os.listdir(directory))
     finally:
         os.close(directory)
+    model, record_tokens = _about(path)
     print(path.name)
+    print(f"  model        {model}")
     print(f"  in use       {_holder(path) or 'no'}")
     print(f"  on disk      {held} bytes ({held / 2**30:.2f} GiB)")
     if index is None:
@@ -79,6 +83,7 @@ def _inspect(path: Path) -> int:
     if index.header.clean:
         held = len(index.rows) * index.header.cell_bytes
         print(f"  records      {len(index.rows)} of {index.header.num_cells}, {size} ({held / 2**30:.2f} GiB together)")
+        print(f"  tokens       {len(index.rows) * record_tokens if record_tokens else 'unknown'}")
         print("  closed       cleanly")
     else:
         print(f"  cells        {index.header.num_cells}, {size}")
@@ -115,6 +120,15 @@ def _clear(path: Path) -> int:
         path.rmdir()
     print(f"{path.name}: {size} bytes ({size / 2**30:.2f} GiB) freed")
     return 0
+
+
+def _about(path: Path) -> tuple[str, int]:
+    """Return the model and the tokens of a record, as the last process that used the namespace wrote them."""
+    try:
+        with open(_no_link(path / LOCK_FILE), "rb") as file:
+            return msgspec.json.decode(file.read()[ID_BYTES:], type=tuple[str, int])
+    except (OSError, msgspec.DecodeError):
+        return "unknown", 0
 
 
 def _disk_usage(directory: int, names: list[str]) -> int:

@@ -45,7 +45,8 @@ class DiskTier:
     """The records of one namespace below `path`, using at most `capacity_bytes` of disk space in all.
 
     Payloads have `chunk_bytes` bytes and keys 32. `fingerprint` identifies everything that the bytes depend on; each
-    fingerprint and chunk size has a directory of its own. One thread at a time may call. Raises OSError if the directory
+    fingerprint and chunk size has a directory of its own. `about` has the model and the tokens of a payload, which only
+    `penstock cache inspect` shows. One thread at a time may call. Raises OSError if the directory
     cannot be used (DirectoryInUse if another process uses it), ValueError for impossible sizes.
     """
 
@@ -56,9 +57,11 @@ class DiskTier:
         capacity_bytes: int,
         chunk_bytes: int,
         fingerprint: bytes,
+        about: tuple[str, int] = ("unknown", 0),
         limits: DiskLimits = DiskLimits(),  # noqa: B008  (a constant)
         calls: SystemCalls | None = None,
     ) -> None:
+        self._about = about
         num_cells = cells_within(capacity_bytes, chunk_bytes)
         namespace = namespace_of(fingerprint, chunk_bytes)
         self.directory = os.path.join(os.fspath(path), namespace.hex()[:32])
@@ -261,7 +264,7 @@ class DiskTier:
     def _open(self, calls: SystemCalls, geometry: Geometry, undo: contextlib.ExitStack) -> None:
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
-        undo.callback(os.close, lock(calls, directory, self.directory))
+        undo.callback(os.close, lock(calls, directory, self.directory, self._about))
         probe_file, is_direct = open_probe(calls, directory)
         undo.callback(os.close, probe_file)
         self._slabs = Slabs(calls, directory, geometry, slab_bytes=self._limits.slab_bytes, is_direct=is_direct)
