@@ -147,6 +147,7 @@ def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
     checked = False
     tiers_due_s = 0.0
     pausing: list[Control] = []  # pauses and sleeps to finish when running requests have ended
+    link.send(Outputs([], core.stats()))  # the sizes of the tiers, before a first step
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
