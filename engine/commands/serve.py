@@ -113,7 +113,9 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     engine = AsyncEngine(config, progress=_say)
     with stop_signals(task.cancel):  # until the server itself handles signals, by draining
         try:
-            _say(f"Starting {files.name}")
+            drafts = config.scheduler.speculative_config
+            size = "" if drafts is None else f" with up to {drafts.most_drafts} draft tokens per request and step"
+            _say(f"Starting {files.name}{size}")
             engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
             if args.generation_config == "auto":

@@ -36,7 +36,9 @@ SERVED = ("SmolLM2-135M-Instruct", "sql")  # the default model's name, and that 
 def url() -> Iterator[str]:
     """Serve the default model."""
     default_file()
-    with Command("serve", "--port", "0", "--served-model-name", *SERVED) as server:
+    drafts = "--speculative-config", '{"method": "ngram"}'
+    with Command("serve", "--port", "0", *drafts, "--served-model-name", *SERVED) as server:
+        assert server.wait_for("Starting .*")[0].endswith(" with up to 4 draft tokens per request and step")
         yield server.url()
 
 
