@@ -68,13 +68,18 @@ function tierMeters(series) {
   const blocks = byLabel(series, "penstock:kv_device_blocks", "state");
   const all = blocks.get("all") || 1;
   const [held, cached] = [blocks.get("held"), blocks.get("cached")];
-  const words = `${figure(held)} held, ${figure(cached)} cached of ${figure(all)}`;
+  const mebibytes = series.get("vllm:cache_config_info")?.[0].labels.block_bytes / 2 ** 20;
+  const blocksOf = (count) => {
+    const size = count * mebibytes;
+    return `${figure(count)} blocks · ${size < 1024 ? `${figure(size)} MiB` : `${figure(size / 1024, 1)} GiB`}`;
+  };
+  const words = `${figure(held)} held, ${figure(cached)} cached of ${blocksOf(all)}`;
   const rows = [meter("Device", held / all, words, cached / all)];
   const used = byLabel(series, "penstock:kv_tier_used_blocks", "tier");
   const capacity = byLabel(series, "penstock:kv_tier_capacity_blocks", "tier");
   for (const [tier, count] of used) {
     const room = capacity.get(tier);
-    const full = room ? `${figure(count)} of ${figure(room)}` : `${figure(count)} blocks`;
+    const full = room ? `${figure(count)} of ${blocksOf(room)}` : blocksOf(count);
     rows.push(meter(tier[0].toUpperCase() + tier.slice(1), room ? count / room : 0, full));
   }
   return rows;

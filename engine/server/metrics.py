@@ -90,12 +90,13 @@ class ServerMetrics(ProcessMetrics):
     def collect(self) -> Iterator[Metric]:
         model, rows = self.model_name, METRICS.labelled
         yield from stats_families(self.engine.stats, model)
-        cache = str(self.engine.info.block_size), str(self.engine.info.num_blocks)
+        info = self.engine.info
+        cache = str(info.block_bytes), str(info.block_size), str(info.num_blocks)
         yield family(rows["cache"], [(cache, 1)])
-        if self.engine.info.max_loras:
+        if info.max_loras:
             names = {info.key: name for name, info in self._adapters.items()}
             used = (",".join(names[key] for key in keys if key in names) for keys in self._used_adapters)
-            yield family(rows["adapters"], [((str(self.engine.info.max_loras), *used), self._used_since)])
+            yield family(rows["adapters"], [((str(info.max_loras), *used), self._used_since)])
         for distribution in self.histograms.values():
             yield distribution.family({"model_name": model})
         reasons = ("stop", "length", "abort", "error")

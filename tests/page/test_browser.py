@@ -145,7 +145,7 @@ def test_the_live_view_shows_the_figures_of_the_engine(browser: Any) -> None:
         prefix_hits=50,
         num_steps=4,
         step_s=0.1,
-        tiers={"host": {"used_blocks": 5, "capacity_blocks": 50}, "disk": {"used_blocks": 7}},
+        tiers={"host": {"used_blocks": 5, "capacity_blocks": 2048}, "disk": {"used_blocks": 7}},
     )
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)
@@ -155,7 +155,11 @@ def test_the_live_view_shows_the_figures_of_the_engine(browser: Any) -> None:
         assert page.locator(".tile .label").all_inner_texts()[4] == "Prefix hits, since start"
         assert len(figures) == 10 and all(re.fullmatch(r"0|[\d,.]+m?s", figure) for figure in figures[6:])
         rows = [re.sub(r"\s+", " ", text) for text in page.locator("#tiers .meter").all_inner_texts()]
-        assert rows == ["Device 16 held, 20 cached of 64", "Host 5 of 50", "Disk 7 blocks"]
+        assert rows == [
+            "Device 16 held, 20 cached of 64 blocks · 64 MiB",
+            "Host 5 of 2,048 blocks · 2.0 GiB",
+            "Disk 7 blocks · 7 MiB",
+        ]
         engine.stats = Stats(num_running=4, prefix_queries=400, prefix_hits=200)
         page.wait_for("document.querySelector('.tile .figure').textContent === '4'")
         assert page.locator(".tile").all_inner_texts()[4].split("\n") == ["Prefix hits", "75%"]

@@ -37,7 +37,7 @@ INFO = ModelInfo(
     max_model_len=1000,
     block_size=16,
     num_blocks=64,
-    block_bytes=1024,
+    block_bytes=2**20,
     fingerprint=b"\x01" * 32,
     max_in_flight=2,
 )

@@ -59,7 +59,7 @@ def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     assert seen["vllm:num_requests_running{}"] == 3
     assert seen["vllm:num_requests_waiting{}"] == 4
     assert seen["vllm:kv_cache_usage_perc{}"] == 0.25
-    assert seen["vllm:cache_config_info{block_size=16,num_gpu_blocks=64}"] == 1
+    assert seen["vllm:cache_config_info{block_bytes=1048576,block_size=16,num_gpu_blocks=64}"] == 1
     assert seen["vllm:prefix_cache_hits_total{}"] / seen["vllm:prefix_cache_queries_total{}"] == 0.25
     assert seen["vllm:num_preemptions_total{}"] == 2
     assert (seen["vllm:prompt_tokens_total{}"], seen["vllm:generation_tokens_total{}"]) == (77, 88)
