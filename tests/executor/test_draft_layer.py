@@ -11,8 +11,9 @@ import torch
 from penstock.executor.protocol import Executor, ExecutorError, Row
 from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, open_small
 from tests.support.checkpoints import copied, edit_config, edit_weights, executor_of, refusal
-from tests.support.draft_models import ONE_LAYER, draft_model
+from tests.support.draft_models import draft_model
 from tests.support.driver import Driver, Sequence
+from tests.support.small_models import ONE_LAYER
 
 PROMPT = [(5 * i * i + 11 * i) % 150 + 2 for i in range(29)]
 

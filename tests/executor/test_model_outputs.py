@@ -21,8 +21,8 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
 from tests.support.refusals import hardest_rows
-from tests.support.small_models import CASES, folder, greedy, random_model, reference
-from tests.support.stored_models import OUTER, stored, text_of_images
+from tests.support.small_models import CASES, SEEING, folder, greedy, random_model, reference
+from tests.support.stored_models import stored, text_of_images
 
 STATES = ("granite4-mamba", "qwen3-next", "lfm2")
 
@@ -169,8 +169,8 @@ def test_a_scale_that_is_no_number_is_refused_by_name(dtype: str, tmp_path: Path
     assert "layers.1.mlp.experts.2.down_proj.weight': row 7 has a scale" in refusal(path, dtype=dtype)
 
 
-IMAGES = [(case, ("model.language_model.", "")) for case in OUTER]
-IMAGES += [(case, ("language_model.model.", "language_model.")) for case in OUTER if case != "gemma4"]
+IMAGES = [(case, ("model.language_model.", "")) for case in SEEING]
+IMAGES += [(case, ("language_model.model.", "language_model.")) for case in SEEING if case != "gemma4"]
 
 
 @pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, IMAGES[5:6]))

@@ -11,16 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import WEIGHTS, copied, edit_config
-from tests.support.small_models import CASES, RECURRENT, random_model, reference
+from tests.support.small_models import CASES, ONE_LAYER, RECURRENT, random_model, reference
 
-# Fields that make a model of one layer of the kind that drafts.
-ONE_LAYER: dict[str, dict[str, Any]] = {
-    "qwen3.5": {"layer_types": ["full_attention"]},
-    "qwen3.5-moe": {"layer_types": ["full_attention"]},
-    "glm4-moe": {"first_k_dense_replace": 0},
-    "glm4-moe-lite": {"mlp_layer_types": ["sparse"]},
-    "deepseek-v3": {"first_k_dense_replace": 0},
-}
 # The tensors beside the layer's own: the product, the norms of embedding and state, and the norm before the head.
 QWEN = ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 DEEPSEEK = ("", "eh_proj", "enorm", "hnorm", "shared_head.norm")

@@ -23,18 +23,9 @@ from tests.support.small_models import random_model, reference
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 96
 PERMUTED = ("llama", "granite", "smollm3")  # the converter reorders the rows of queries and keys of these architectures
 PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")  # and adds one to the norms of these
-# Names of transformers 5 that the gguf package does not know, and those of the same tensors that it does.
-_RENAMED = {
-    ".dt_bias": ".dt_proj.bias",
-    "mixer.experts.": "mlp.experts.",
-    "block_sparse_moe.experts.": "mlp.experts.",
-    "block_sparse_moe.router.": "block_sparse_moe.router.layer.",
-    "feed_forward.experts.": "mlp.experts.",
-    "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
-    "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
-    "mixer.gate.e_score_correction_bias": "mixer.gate.e_score_correction.bias",
-}
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+# Names of transformers 5 that the gguf package does not know, and those of the same tensors that it does.
+_RENAMED: dict[str, str] = _DATA["renamed"]
 
 
 class Case(NamedTuple):

@@ -1,5 +1,6 @@
 """Small models whose projections are codes, as AWQ, GPTQ, compressed-tensors and DeepSeek's eight bits store them, and the
-same models in full, for the oracle. The layouts are written here independently, a code at a time."""
+same models in full, for the oracle. The layouts are written here independently, a code at a time. The models are those of
+packed_models.json."""
 
 import json
 import re
@@ -25,39 +26,12 @@ class Case(NamedTuple):
     group: int = 64
     is_symmetric: bool = True
     is_ordered: bool = False  # groups are of inputs from everywhere
-    scales: torch.dtype = torch.float16
+    scales: str = "float16"
     model: str = "qwen2"
 
 
-CASES = {
-    "awq": Case("awq", is_symmetric=False),
-    "awq-32": Case("awq", group=32, is_symmetric=False),
-    "awq-all": Case("awq", group=-1, is_symmetric=False, scales=torch.bfloat16),
-    "awq-experts": Case("awq", is_symmetric=False, model="qwen3-moe"),
-    "gptq": Case("gptq"),
-    "gptq-128": Case("gptq", group=128, is_symmetric=False),
-    "gptq-8": Case("gptq", bits=8, is_symmetric=False, group=32),
-    "gptq-8-all": Case("gptq", bits=8, group=-1),
-    "gptq-ordered": Case("gptq", is_ordered=True),
-    "gptq-v2": Case("gptq_v2", is_symmetric=False, is_ordered=True, scales=torch.float32),
-    "gptq-experts": Case("gptq", model="qwen3-moe", is_ordered=True),
-    "packed": Case("packed", scales=torch.bfloat16),
-    "packed-zeros": Case("packed", is_symmetric=False, group=32),
-    "packed-8": Case("packed", bits=8, group=-1, scales=torch.bfloat16),
-    "packed-8-zeros": Case("packed", bits=8, group=128, is_symmetric=False),
-    "packed-ordered": Case("packed", is_ordered=True),
-    "packed-experts": Case("packed", group=128, model="qwen3-moe"),
-    "bytes": Case("bytes", bits=8, group=-1),
-    "bytes-zeros": Case("bytes", bits=8, group=-1, is_symmetric=False),
-    "floats": Case("floats", bits=8, group=-1, scales=torch.bfloat16),
-    "floats-one": Case("floats", bits=8, group=0, scales=torch.float32),
-    "floats-experts": Case("floats", bits=8, group=-1, scales=torch.float32, model="qwen3-moe"),
-    "awq-gated": Case("awq", is_symmetric=False, model="qwen3-next"),
-    "gptq-gated": Case("gptq", is_ordered=True, model="qwen3.5"),
-    "packed-gated": Case("packed", group=32, model="qwen3-next"),
-    "floats-gated": Case("floats", bits=8, group=-1, model="qwen3.5"),
-}
-
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+CASES = {name: Case(**fields) for name, fields in _DATA["cases"].items()}
 BLOCKS = {name: Case("blocks", model=name) for name in small_models.BLOCKS}
 
 
@@ -75,9 +49,10 @@ def quantize(weight: Tensor, case: Case, seed: int = 0) -> Quantized:
         values, scales = eight_bits.quantize(weight)
         return Quantized(values, scales, torch.zeros(0), torch.zeros(0), eight_bits.dequantize(values, scales))
     (rows, columns), most = weight.shape, (1 << case.bits) - 1
+    dtype: torch.dtype = getattr(torch, case.scales)
     if case.layout == "floats":
         top = weight.abs().amax(1, keepdim=True) if case.group else weight.abs().amax().expand(rows, 1)
-        scales = (top / 448).to(case.scales)
+        scales = (top / 448).to(dtype)
         floats = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
         return Quantized(floats, scales, torch.zeros(0), torch.zeros(0), floats.float() * scales.float())
     group = columns if case.group == -1 else case.group
@@ -86,12 +61,12 @@ def quantize(weight: Tensor, case: Case, seed: int = 0) -> Quantized:
         g_idx = g_idx[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
     members = [weight[:, g_idx == number] for number in range(columns // group)]
     if case.is_symmetric:
-        scales = torch.stack([part.abs().amax(1) / (most // 2) for part in members], 1).to(case.scales)
+        scales = torch.stack([part.abs().amax(1) / (most // 2) for part in members], 1).to(dtype)
         zeros = torch.full(scales.shape, most // 2 + 1)
     else:
         low = torch.stack([part.amin(1).clamp(max=0) for part in members], 1)
         high = torch.stack([part.amax(1).clamp(min=0) for part in members], 1)
-        scales = ((high - low) / most).to(case.scales)
+        scales = ((high - low) / most).to(dtype)
         zeros = (-low / scales.float()).round().clamp(1, most).long()
     by, zero = scales.float()[:, g_idx], zeros[:, g_idx]
     codes = (weight / by + zero).round().clamp(0, most)
@@ -143,41 +118,24 @@ def quantization(case: Case) -> dict[str, Any]:
     """Return the `quantization_config` of config.json."""
     if case.layout == "blocks":
         return eight_bits.QUANTIZATION
+    fields: dict[str, dict[str, Any]] = _DATA["quantization"]
     if case.layout == "awq":
-        fields = {"quant_method": "awq", "bits": 4, "group_size": case.group, "zero_point": True, "version": "gemm"}
-        return fields | {"modules_to_not_convert": None}
+        return fields["awq"] | {"group_size": case.group}
     if case.layout.startswith("gptq"):
-        return {
-            "quant_method": "gptq",
-            "bits": case.bits,
-            "group_size": case.group,
-            "desc_act": case.is_ordered,
-            "sym": case.is_symmetric,
-            "checkpoint_format": case.layout,
-            "damp_percent": 0.1,
-            "meta": {"quantizer": ["somewhere:1.0"]},
-        }
-    names = {"packed": "pack-quantized", "bytes": "int-quantized", "floats": "float-quantized"}
-    weights = {
+        own = {"bits": case.bits, "group_size": case.group, "desc_act": case.is_ordered, "sym": case.is_symmetric}
+        return fields["gptq"] | own | {"checkpoint_format": case.layout}
+    kind, formats = "float" if case.layout == "floats" else "int", {"packed": "pack", "bytes": "int", "floats": "float"}
+    weights = fields["compressed weights"] | {
         "num_bits": case.bits,
-        "type": "float" if case.layout == "floats" else "int",
+        "type": kind,
         "symmetric": case.is_symmetric,
         "strategy": "group" if case.group > 0 else "channel" if case.group else "tensor",
         "group_size": case.group if case.group > 0 else None,
         "actorder": "group" if case.is_ordered else None,
-        "dynamic": False,
-        "observer": "minmax",
     }
-    inputs = None if case.layout == "packed" else {"num_bits": 8, "type": weights["type"], "dynamic": True}
+    inputs = None if case.layout == "packed" else {"num_bits": 8, "type": kind, "dynamic": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": names[case.layout],
-        "config_groups": groups,
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-    }
+    return fields["compressed"] | {"format": f"{formats[case.layout]}-quantized", "config_groups": groups}
 
 
 @cache

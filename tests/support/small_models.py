@@ -28,6 +28,10 @@ RECURRENT = _configs("recurrent")  # models with recurrent layers
 CODED = _configs("coded")  # models that are stored as codes
 # Models in eight bits with a scale for each block. A rank of two has 64 rows of keys and 192 of a gate: half blocks.
 BLOCKS = _configs("blocks")
+ONE_LAYER: dict[str, dict[str, Any]] = _DATA[
+    "one layer"
+]  # fields that make a model of one layer of the kind that drafts
+SEEING: dict[str, str] = _DATA["models that see"]  # the architectures of which models may be the text part
 
 
 @cache

@@ -16,16 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import gguf_files, packed_models, small_models
 from tests.support.checkpoints import WEIGHTS, edit_config
-from tests.support.small_models import folder, random_model, reference
+from tests.support.small_models import SEEING, folder, random_model, reference
 
-OUTER = {
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "ministral3": "Mistral3ForConditionalGeneration",
-    "mistral": "Mistral3ForConditionalGeneration",
-    "qwen3.5": "Qwen3_5ForConditionalGeneration",
-    "qwen3.5-moe": "Qwen3_5MoeForConditionalGeneration",
-}
 IMPLIED = ("gemma3", "ministral3", "mistral")  # their text config does not say whether the head is the embedding
 
 
@@ -102,6 +94,6 @@ def text_of_images(case: str, path: Path, inner: str = "model.language_model.", 
         for part, size in (("k_proj", (32, 64)), ("v_proj", (32, 64)), ("k_norm", (16,))):
             tensors[f"{inner}layers.4.self_attn.{part}.weight"] = torch.full(size, float("nan"))
     save_file(tensors | {name: torch.ones(2) for name in others}, path / WEIGHTS, metadata={"format": "pt"})
-    config = {"architectures": [OUTER[case]], "text_config": text, "vision_config": {}, "dtype": text.pop("dtype")}
+    config = {"architectures": [SEEING[case]], "text_config": text, "vision_config": {}, "dtype": text.pop("dtype")}
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -35,17 +35,7 @@ HEADS = [
     *(((9, 3, 64), 16), ((8, 1, 96), 32), ((4, 2, 8), 16), ((4, 4, 80), 8)),
     *(((8, 2, 128), 64), ((3, 1, 256), 16), ((3, 3, 18), 8)),
 ]
-# Bits (0: floats of eight bits), group and the zeros' dtype of codes: how many rows of a product are fast.
-CODES: dict[tuple[int, int | None, torch.dtype | None], tuple[int, ...]] = {
-    (4, 32, None): (),
-    (4, 64, torch.uint8): (1,),
-    (4, 128, torch.uint8): (),
-    (4, 32, torch.float16): (20, 600),
-    (4, None, None): (),
-    (8, 16, None): (),
-    (8, 128, torch.uint8): (),
-    (0, None, None): (20,),
-}
+CODES = dict(refusals.cases(__file__, "codes", torch=torch))
 
 
 class Line(NamedTuple):

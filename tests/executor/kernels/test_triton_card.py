@@ -6,26 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.executor.kernels import card as cards
+from penstock.executor.kernels import card as card_module
 from penstock.executor.kernels.card import Card, card_of, current_card
 from penstock.executor.kernels.cuda.attention_ops import num_splits
-from tests.support.cards import A100, B200, H200, L40S, RTX_PRO
+from tests.support import cards, refusals
+from tests.support.cards import H200, L40S, RTX_PRO
 
 
-@pytest.mark.parametrize(
-    ("card", "features"),
-    [
-        (A100, ()),
-        (L40S, ("has_eight_bits",)),
-        (H200, ("has_eight_bits", "has_dependent_launch", "has_wide_products", "has_scaled_mm")),
-        (B200, ("has_eight_bits", "has_dependent_launch", "has_wide_products")),
-        (RTX_PRO, ("has_eight_bits", "has_dependent_launch")),
-    ],
-)
+@pytest.mark.parametrize(("card", "features"), refusals.cases(__file__, "features of cards", **vars(cards)))
 def test_each_card_has_its_features(card: Card, features: tuple[str, ...]) -> None:
-    assert tuple(name for name in dir(card) if name.startswith("has_") and getattr(card, name)) == tuple(
-        sorted(features)
-    )
+    assert tuple(name for name in dir(card) if name.startswith("has_") and getattr(card, name)) == features
 
 
 @pytest.mark.parametrize(
@@ -52,6 +42,6 @@ def test_the_card_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_larger_gpu_is_filled_by_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for card in (Card((8, 0), 56, 163 << 10), RTX_PRO):
-        monkeypatch.setattr(cards, "_WITHOUT_GPU", card)
+        monkeypatch.setattr(card_module, "_WITHOUT_GPU", card)
         even, programs = num_splits(1, 1, 1 << 20, 0)
         assert (even, programs) == (32, min(512, 3 * card.num_processors))

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 from penstock.executor.kernels.cuda.launch import kernel
+from tests.support.refusals import cases
 from tests.support.variants import variants
 
 
@@ -45,16 +46,7 @@ def test_only_constants_dtypes_and_options_make_another_variant(x: torch.Tensor)
     assert new[-1].kernel == "_scale" and new[-1].dtypes == (torch.float32, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 1, 3, 1.0), "y_ptr not aligned to 16 bytes"),
-        ((0, 0, 2**31, 1.0), "count is"),  # integers that would be of another type
-        ((0, 0, -(2**31) - 1, 1.0), "count is"),
-        ((0, 0, True, 1.0), "count is"),
-        ((0, 0, 3, 1.0, 64), "5 arguments"),  # constants go by name
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), cases(__file__, "refused launches"))
 def test_a_launch_of_another_variant_is_refused(x: torch.Tensor, arguments: tuple[Any, ...], message: str) -> None:
     """The first two arguments are where the tensors begin in `x`."""
     first, second, *rest = arguments

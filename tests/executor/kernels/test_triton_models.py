@@ -15,6 +15,7 @@ from tests.support import cards
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.packed_models import folders
+from tests.support.refusals import cases, hardest_rows
 from tests.support.small_models import greedy
 from tests.support.twins import changed, operations, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
@@ -23,28 +24,12 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
 COUNT = 3
 GPU = torch.device("cuda", 0)
 SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
-SLOW = (
-    "gemma3",
-    "gemma4",
-    "gpt-oss",
-    "mistral-sliding",
-    "deepseek-v2-lite",
-    "opt",
-    "nemotron-h",
-    "mixtral",
-    "qwen2-moe",
-)
+MODELS = cases(__file__, "whole models")
+EXPANDED = pytest.param("deepseek-v2-lite", True, marks=pytest.mark.slow_in_interpreter)
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(
-    ("case", "is_expanded"),
-    [
-        ("qwen3", False),
-        *(pytest.param(case, False, marks=pytest.mark.slow) for case in SLOW),
-        pytest.param("deepseek-v2-lite", True, marks=pytest.mark.slow_in_interpreter),
-    ],
-)
+@pytest.mark.parametrize(("case", "is_expanded"), [*hardest_rows(MODELS, MODELS[:1]), EXPANDED])
 def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, is_expanded: bool
 ) -> None:
