@@ -131,9 +131,7 @@ def test_lost_repeated_reordered_and_forged_events_cost_only_hits(seed: int) -> 
 
 def test_without_any_events_the_guess_keeps_most_of_the_hits() -> None:
     arrivals = conversations(gap_s=0.2)
-    simulation = Simulation(SMALL, PolicyConfig(), seed=1)
-    simulation.say = lambda name, frame: None
-    simulation.run(arrivals)
+    simulation = play(arrivals, settings=SMALL._replace(has_events=False))
     assert simulation.placement.metrics()["approximate_replicas"] == 4
     assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
 

@@ -1,11 +1,9 @@
 """The cache events of a replica, from its first block to its restart: its own stream, and what it publishes as vLLM does."""
 
-import contextlib
 import random
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -159,23 +157,13 @@ def test_all_blocks_but_the_cached_and_the_newest_ones_are_forgotten(monkeypatch
     publisher.close()
 
 
-@contextlib.contextmanager
-def sockets(name: Path) -> Iterator[tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]]:
-    context = zmq.Context()
-    try:
-        events, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        events.setsockopt(zmq.SUBSCRIBE, b"")
-        events.connect(f"ipc://{name}.events")
-        replay.connect(f"ipc://{name}.replay")
-        yield events, replay
-    finally:
-        context.destroy(0)
-
-
 def test_messages_have_the_layout_of_vllm(tmp_path: Path) -> None:
     name = tmp_path / "kv"
     with mock_replicas(1, kv_events=name) as (replica,), running_router(replica.url) as router:
-        with sockets(name) as (events, replay):
+        with zmq.Context() as context, context.socket(zmq.SUB) as events, context.socket(zmq.DEALER) as replay:
+            events.setsockopt(zmq.SUBSCRIBE, b"")
+            events.connect(f"ipc://{name}.events")
+            replay.connect(f"ipc://{name}.replay")
             for number in range(1000):  # until the subscription stands; all prompts begin in their own way
                 router.complete(f"{number:04}".ljust(64, "x"), cache_salt="pepper")
                 if events.poll(20):
