@@ -31,16 +31,22 @@ TENSORS = {f"model.layers.{index}.weight": torch.randn(40, 64) for index in rang
 }
 
 
+def meeting_of(world: int) -> Callable[[int], RankGroup]:
+    """Return what joins a rank with the others; each calls it in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=world)
+    host, port = listener.getsockname()
+    fd = listener.detach()  # the first rank's store closes it
+    return lambda rank: join(rank, world, Rendezvous(host, port, host, fd if rank == 0 else None), CPU)
+
+
 def on_ranks(world: int, run: Callable[[RankGroup], Any]) -> list[Any]:
     """Call `run` on each rank; return the results, or the exceptions."""
     if world == 1:
         return [run(RankGroup())]
-    listener = socket.create_server(("127.0.0.1", 0), backlog=world)
-    host, port = listener.getsockname()
-    fd = listener.detach()  # the first rank's store closes it
+    meet = meeting_of(world)
 
     def be(rank: int) -> Any:
-        group = join(rank, world, Rendezvous(host, port, host, fd if rank == 0 else None), CPU)
+        group = meet(rank)
         try:
             return run(group)
         except Exception as error:

@@ -1,18 +1,18 @@
 """The model's own draft layer, beside a model of transformers with that one layer."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from penstock.executor.protocol import Executor, ExecutorError, Row
-from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, open_small
+from penstock.executor.protocol import ExecutorError, Row
+from tests.executor.test_graphs import SMALL, Recorder, open_small
 from tests.support.checkpoints import copied, edit_config, edit_weights, executor_of, refusal
 from tests.support.draft_models import draft_model
 from tests.support.driver import Driver, Sequence
+from tests.support.refusals import hardest_rows
 from tests.support.small_models import ONE_LAYER
 
 PROMPT = [(5 * i * i + 11 * i) % 150 + 2 for i in range(29)]
@@ -25,10 +25,26 @@ def asking(driver: Driver, sequence: Sequence, count: int, ask: int) -> Row:
     return msgspec.structs.replace(row, drafts=min(ask, 1 + reach) if row.sample else 0)
 
 
-@pytest.mark.parametrize("case", ONE_LAYER)
-def test_drafts_are_those_of_the_layer(case: str, tmp_path: Path) -> None:
-    model = draft_model(case, tmp_path / case)
-    driver = Driver(executor_of(model.path, draft_tokens=3))
+def opened(
+    monkeypatch: pytest.MonkeyPatch, path: Path, recorder: Recorder | None, chunks: tuple[int, ...] = (), **options: Any
+) -> Driver:
+    """Open a model on a CPU, or as on a GPU if there is a recorder for graphs."""
+    if recorder is None:
+        return Driver(executor_of(path, **SMALL, **options))
+    return Driver(open_small(monkeypatch, path, recorder, chunks, **options))
+
+
+ON_CPU, AS_ON_GPU = ([(case, has_graphs) for case in ONE_LAYER] for has_graphs in (False, True))
+FAST = [*ON_CPU, *((case, True) for case in ("glm4-moe", "deepseek-v3", "qwen3.5"))]
+
+
+@pytest.mark.parametrize(("case", "has_graphs"), hardest_rows(ON_CPU + AS_ON_GPU, FAST))
+def test_drafts_are_those_of_the_layer(
+    case: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step replays a graph of the forward pass and one of the draft layer, beside that of the draw of decode steps."""
+    model, recorder = draft_model(case, tmp_path / case), Recorder()
+    driver = opened(monkeypatch, model.path, recorder if has_graphs else None, (8, 32), draft_tokens=3)
     sequence, other = driver.admit(PROMPT), driver.admit(PROMPT[:5])
     for chunk in (13, None, *[None] * 12):
         count = chunk or len(sequence.tokens) - sequence.computed
@@ -36,6 +52,7 @@ def test_drafts_are_those_of_the_layer(case: str, tmp_path: Path) -> None:
         drafts = driver.step((sequence, row), (other, beside)).drafts
         assert drafts.get(0, []) == model.drafts(sequence.tokens, row.drafts), sequence.tokens
         assert drafts.get(1, []) == model.drafts(other.tokens, beside.drafts)
+    assert sum(graph.num_replays for graph in recorder.graphs) == (2 * 2 + 12 * 3) * has_graphs
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -45,10 +62,7 @@ def test_drafts_follow_the_last_right_row(
 ) -> None:
     """A step computes two drafts of one request beside another; the layer goes on after what the last right row samples."""
     model, recorder = draft_model(case, tmp_path / case), Recorder()
-    opening: Callable[..., Executor] = (
-        partial(open_small, monkeypatch, recorder=recorder) if has_graphs else executor_of
-    )
-    executor = opening(model.path, draft_tokens=2, **({} if has_graphs else SMALL))
+    executor = opened(monkeypatch, model.path, recorder if has_graphs else None, draft_tokens=2).executor
     for num_right in range(3):
         driver = Driver(executor)
         other, sequence, plain = driver.admit(PROMPT[:7]), driver.admit(PROMPT), driver.admit(PROMPT)
@@ -89,21 +103,3 @@ def test_a_draft_layer_without_its_tensors_is_refused(tmp_path: Path) -> None:
     edit_weights(path, {"model.layers.3.eh_proj.weight": torch.zeros(48, 96)})
     with pytest.raises(ExecutorError, match=r"tensor 'model\.layers\.3\..*' .* is missing"):
         executor_of(path, draft_tokens=1)
-
-
-@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3", "qwen3.5"])
-def test_drafts_of_a_gpu_are_those_of_a_cpu(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step replays a graph of the forward pass and one of the draft layer, beside that of the draw of decode steps."""
-    model, recorder = draft_model(case, tmp_path / case), Recorder()
-    on_cpu = Driver(executor_of(model.path, draft_tokens=3, **SMALL))
-    on_gpu = Driver(open_small(monkeypatch, model.path, recorder, chunks=(8, 16), draft_tokens=3))
-    results = []
-    for driver in (on_cpu, on_gpu):
-        sequences, drafts = [driver.admit(prompt) for prompt in PROMPTS[:2]], []
-        for count in (2, None, *[1] * 6):
-            counts = [count or len(each.tokens) - each.computed for each in sequences]
-            asks = zip(sequences, counts, (3, 1), strict=True)
-            drafts.append(driver.step(*((each, asking(driver, each, count, ask)) for each, count, ask in asks)).drafts)
-        results.append(([each.tokens for each in sequences], drafts))
-    assert results[0] == results[1]
-    assert sum(graph.num_replays for graph in recorder.graphs) == 2 * 2 + 3 * 6

@@ -35,6 +35,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.coded import FILE_TYPES
 from tests.support.driver import Driver
+from tests.support.refusals import cases
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import CASES, RECURRENT
 from tests.support.stored_models import greedy, stored
@@ -89,19 +90,7 @@ def stored_rows() -> Iterator[Row]:
         yield Row(name, "gpu", 12, 1, kept)
     for name in packed_models.BLOCKS:
         yield Row(f"blocks/{name}", "cpu", 12, 1, BYTES)
-    yield Row("mxfp4/gpt-oss", "cpu", 16, 1, CODES, "auto")
-    yield Row("mxfp4/gpt-oss", "cpu", 16, 1, NUMBERS)
-    yield Row("mxfp4/gpt-oss", "gpu of experts", 16, 1, CODES, "auto")
-    for name in ("gguf/mixed", "gguf/qwen3-moe", "awq-gated", "gptq-ordered", "packed-8", "mxfp4/gpt-oss"):
-        yield Row(name, "portable", 12, 1, NUMBERS, "auto")
-    yield Row("awq-32", "ranks", 12, 2, CODES, "auto")
-    yield Row("packed-8", "ranks", 12, 2, CODES, "auto")
-    yield Row("gptq-ordered", "ranks", 12, 2, NUMBERS, "auto")
-    yield Row("packed-experts", "ranks", 12, 2, CODES, "auto", True)
-    yield Row("blocks/qwen3", "ranks", 12, 2, BYTES)
-    yield Row("blocks/deepseek-v3", "ranks", 12, 2, BYTES, "float32", True)
-    yield Row("gguf/mixed", "ranks", 24, 2, NUMBERS, "auto")  # half of 256 columns is no whole block of 256 values
-    yield Row("gguf/qwen3-moe", "ranks", 16, 2, CODES, "auto", True)
+    yield from cases(__file__, "stored models", Row=Row, CODES=CODES, NUMBERS=NUMBERS, BYTES=BYTES)
 
 
 def marked() -> Iterator[Any]:

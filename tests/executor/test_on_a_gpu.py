@@ -15,7 +15,7 @@ from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.twins import torch_ops
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -130,20 +130,14 @@ def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_ten_thousand_steps_leave_nothing_behind(device: Device) -> None:
     """Requests of any length come and go, prompts in chunks beside answers, some with more than a draw."""
     driver, rng = Driver(executor_of("qwen3", device=device, block_size=4, max_num_seqs=NUM_SLOTS)), random.Random(0)
+    samplings = cases(__file__, "samplings of a watched world", Sampling=Sampling)
     running: dict[int, tuple[Sequence, int]] = {}
 
     def step() -> None:
         for slot in range(NUM_SLOTS):
             if slot not in running and rng.random() < 0.5:
                 prompt = [rng.randrange(160) for _ in range(rng.randint(1, LENGTH // 2))]
-                sampling = Sampling(
-                    temperature=rng.choice([0.0, 0.8]),
-                    top_k=rng.choice([0, 20]),
-                    seed=rng.randrange(2**64),
-                    presence_penalty=rng.choice([0.0, 0.0, 0.5]),
-                    logprobs=rng.choice([None, None, 3]),
-                )
-                sequence = Sequence(slot, prompt, len(prompt), sampling=sampling)
+                sequence = Sequence(slot, prompt, len(prompt), sampling=rng.choice(samplings))
                 driver.readmit(sequence)
                 running[slot] = sequence, rng.randint(1, LENGTH // 2)
         if running:

@@ -4,7 +4,6 @@ Two ranks in one process, on two threads, over gloo; the graphs are test_graphs.
 or replayed while the other did not would wait for it in a collective, and the test with it.
 """
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -19,9 +18,8 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate, Sampling, Step, StepResult
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_builder import build_rank
-from penstock.executor.ranks.wire import Rendezvous
-from penstock.executor.ranks.worker import join
 from penstock.executor.step.runner import LaunchedStep
+from tests.executor.test_digests import meeting_of
 from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, pretend_a_gpu
 from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
@@ -38,12 +36,10 @@ class Threads:
     def __init__(self, config: ExecutorConfig, recorders: list[Recorder]) -> None:
         self._threads = [ThreadPoolExecutor(1) for _ in range(WORLD)]
         self._launches: list[Future[LaunchedStep]] = []
-        listener = socket.create_server(("127.0.0.1", 0), backlog=WORLD)
-        host, port = listener.getsockname()
-        fd = listener.detach()  # the first rank's store closes it
+        meet = meeting_of(WORLD)
 
         def build(rank: int) -> Rank:
-            group = join(rank, WORLD, Rendezvous(host, port, host, fd if rank == 0 else None), torch.device("cpu"))
+            group = meet(rank)
             RECORDER.set(recorders[rank])
             return build_rank(config, group, torch.device("cpu"), lambda _: None)
 

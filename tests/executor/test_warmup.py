@@ -51,12 +51,6 @@ SIZES = ("rows", "tokens", "entries", "programs")
 LIMITS = (1, 2, 100, 1000, 8192)
 
 
-def test_sizes_are_the_limit_and_the_powers_of_two_below_it() -> None:
-    for limit in LIMITS:
-        powers = {n for n in range(1, limit + 1) if n & (n - 1) == 0}
-        assert tiles.sizes(limit) == sorted({limit, *powers}, reverse=True)
-
-
 @pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sizes_meet_every_choice_of_tiles(stride: int) -> None:
     """Experts have several entries for a token, and a product several programs for a row.

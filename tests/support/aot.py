@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import triton  # noqa: E402
 from benchmarks.gpu import cases  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from penstock.executor.kernels import card as card_module  # noqa: E402
@@ -40,30 +39,11 @@ from penstock.executor.kernels.card import Card  # noqa: E402
 from penstock.executor.kernels.cuda import adapter_products, dependent, few_rows, fp8, step_inputs  # noqa: E402
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
 from tests.support import cards, refusals  # noqa: E402
+from tests.support.idle_gpu import IdleDriver  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 FEW = {"Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows", "Qwen3-0.6B: adapters"}
 KERNELS = cases.Kernels(OPS, SAMPLING_OPS, step_inputs, adapter_products.add_lora, is_held=False)
-
-
-class Absent:
-    """Stands in for a driver as far as compiling needs it. A card is a device of its own with its own variants."""
-
-    def __init__(self) -> None:
-        self.index, self.capability = 0, (0, 0)
-
-    def get_current_target(self) -> GPUTarget:
-        major, minor = self.capability
-        return GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_current_device(self) -> int:
-        return self.index
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> Any:
-        raise AssertionError("compiling needs no device")
 
 
 def block_copies(kit: cases.Kit, name: str, num_bytes: int) -> Iterator[cases.Case]:
@@ -101,7 +81,7 @@ def lacks(name: str, card: Card) -> str | None:
 
 
 def main(group: str, *names: str) -> None:
-    driver = Absent()
+    driver = IdleDriver()  # a card is a device of its own with its own variants
     triton.runtime.driver.set_active(driver)
     compiled: dict[int, tuple[str, Any]] = {}  # the kernels of one case, each once
 

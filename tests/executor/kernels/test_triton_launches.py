@@ -25,6 +25,7 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with
 from tests.support.kernel_cases import triton_kernels
+from tests.support.pretended_ops import EMPTY, leaves
 from tests.support.refusals import hardest_rows
 
 LARGE = {"PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
@@ -68,16 +69,13 @@ class _Launches(TorchDispatchMode):
 def _computes(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     if func._schema.is_mutable:
         return True
-    if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
-        return False
-    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, tuple(kwargs.values())))}
-    return any(tensor.untyped_storage().data_ptr() not in given for tensor in _tensors(out) if tensor.numel())
+    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+    is_new = any(tensor.untyped_storage().data_ptr() not in given for tensor in _tensors(out) if tensor.numel())
+    return is_new and func.overloadpacket not in EMPTY
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
+    return [each for each in leaves(value) if isinstance(each, torch.Tensor)]
 
 
 @pytest.mark.parametrize(("name", "options", "most"), hardest_rows(CASES, CASES[-1:]))

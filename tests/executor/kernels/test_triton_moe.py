@@ -14,7 +14,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
 from tests.support.kernel_cases import TOLERANCE, check, matrix, triton_kernels
-from tests.support.small_models import greedy
+from tests.support.refusals import cases
 from tests.support.twins import changed, torch_ops
 from tests.support.twins.experts import fused_experts
 
@@ -55,21 +55,15 @@ def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, 
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
-@pytest.mark.parametrize(("case", "num_shared"), [("mixtral", 0), ("deepseek-v2-lite", 2), ("qwen2-moe", 0)])
-def test_a_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str, num_shared: int) -> None:
+@pytest.mark.parametrize(("case", "shared_width", "num_shared"), cases(__file__, "shared experts"))
+def test_experts_in_one_call_give_the_tokens_of_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, case: str, shared_width: int | None, num_shared: int
+) -> None:
     """Through the models' seam: the experts' weights in one tensor, the shared ones too where their width allows it."""
-    driver = driver_of(monkeypatch, fused_experts, case)
-    assert counts_of_shared(driver) == {num_shared}
-    prompt = [5, 17, 3, 99, 42, 8, 71, 150]
-    assert driver.generate(driver.admit(prompt), count=4) == [greedy(case, prompt, 4)[0]]
-
-
-@pytest.mark.parametrize("width", [64, 96])
-def test_a_shared_expert_with_a_gate_is_cut_into_experts(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    overrides = {"shared_expert_intermediate_size": width}
+    overrides = {} if shared_width is None else {"shared_expert_intermediate_size": shared_width}
     given = {"hf_overrides": overrides, "load_format": "dummy"}
-    drivers = [driver_of(monkeypatch, fused, "qwen2-moe", **given) for fused in (None, fused_experts)]
-    assert [counts_of_shared(driver) for driver in drivers] == [{0}, {width // 32}]
+    drivers = [driver_of(monkeypatch, fused, case, **given) for fused in (None, fused_experts)]
+    assert [counts_of_shared(driver) for driver in drivers] == [{0}, {num_shared}]
     first, second = (driver.generate(driver.admit([5, 17, 3, 99, 42, 8]), count=8) for driver in drivers)
     assert first == second
 
