@@ -20,6 +20,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.http.hosts import Hosts
 from penstock.engine.http.model_list import model_entry, model_list
+from penstock.router import routes
 from penstock.router.answer import as_refusal
 from penstock.router.backend import Backend, RouteError
 from penstock.router.config import RouterConfig
@@ -32,18 +33,6 @@ from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prepared_request import NOTHING, PreparedRequest, RequestFields
 from penstock.router.placement.prompts import PromptReader
-from penstock.router.routes import (
-    METHODS,
-    OPEN,
-    OWN,
-    PROBED,
-    PROXIED,
-    RESPONSES,
-    STORED,
-    is_proxied,
-    route_of,
-    stored_id,
-)
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]
@@ -106,24 +95,28 @@ class RouterApp:
             return HttpError(400, "the request target must begin with '/'")
         if not self._is_allowed(request, path):
             return NO_KEY
-        if is_proxied(path):
+        if routes.is_proxied(path):
             return self._objection(request)
         method = request.method.decode("latin-1")
-        if path not in OWN:
+        if path not in routes.OWN:
             return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
-        if request.method not in METHODS.get(path, (b"GET", b"HEAD")):
+        if request.method not in routes.METHODS.get(path, (b"GET", b"HEAD")):
             return HttpError(405, f"{method[:16]}: not a method of this route")
         return None
 
     def _is_allowed(self, request: ClientRequest, path: str) -> bool:
-        if not self._keys or (request.method, path) in OPEN or self._keys.number(request.authorization) is not None:
+        if (
+            not self._keys
+            or (request.method, path) in routes.OPEN
+            or self._keys.number(request.authorization) is not None
+        ):
             return True
         return path == "/replicas" and self._admin_keys.number(request.authorization) is not None
 
     def _objection(self, request: ClientRequest) -> HttpError | None:
         """Return the error with which a request for a replica is refused, or None."""
         method = request.method
-        if method != b"POST" and (request.path in PROXIED or method not in (b"GET", b"DELETE")):
+        if method != b"POST" and (request.path in routes.PROXIED or method not in (b"GET", b"DELETE")):
             return HttpError(405, f"{method.decode('latin-1')[:16]}: not a method of this route")
         kind = request.content_type if method == b"POST" else b"application/json"
         if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
@@ -138,7 +131,7 @@ class RouterApp:
 
     def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
         try:
-            if is_proxied(request.path):
+            if routes.is_proxied(request.path):
                 self._proxy(request, connection)
                 return
             status, headers, body = self._own(request)
@@ -151,14 +144,16 @@ class RouterApp:
 
     def _log(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
         """Write the request's access line, if the access log is on."""
-        if (level := self.lines.level(request.path in PROBED)) is not None:
+        if (level := self.lines.level(request.path in routes.PROBED)) is not None:
             key = self._keys.number(request.authorization)
             self.lines.write(level, _line(request, status, key, exchange))
 
     # Requests for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        parsed = decode(RequestFields, request.body) if request.body or request.path in PROXIED else RequestFields()
+        parsed = (
+            decode(RequestFields, request.body) if request.body or request.path in routes.PROXIED else RequestFields()
+        )
         if parsed.kv_transfer_params not in (NOTHING, NULL) and any(each.peer for each in self.fleet.replicas.values()):
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")
@@ -167,7 +162,7 @@ class RouterApp:
         connection.reader = exchange
         self.exchanges.add(exchange)
         try:
-            response_id = stored_id(request.path, parsed)
+            response_id = routes.stored_id(request.path, parsed)
             group = self.fleet.group_of(parsed.model) if response_id is None else None
             if group is None or self.prompts.is_long(request.path, request.body):
                 self.fleet.tasks.spawn(self._prepare_and_start(exchange, parsed, group, response_id))
@@ -222,7 +217,7 @@ class RouterApp:
         async def ask(replica: Replica) -> int:
             lines, timeout_s = owner_line + (replica.key_line or client_key), self.config.timeouts.probe_timeout_s
             try:
-                return (await fetch(replica.pool, f"{STORED}{response_id}", lines, timeout_s))[0]
+                return (await fetch(replica.pool, f"{routes.STORED}{response_id}", lines, timeout_s))[0]
             except (ConnectFailed, TimeoutError):
                 return 0
 
@@ -250,7 +245,7 @@ class RouterApp:
 
     def _owner_line(self, request: ClientRequest) -> bytes:
         """Return the header line that names the client's key to the replica, which stores a response for this key alone."""
-        if request.path != RESPONSES and not request.path.startswith(STORED):
+        if request.path != routes.RESPONSES and not request.path.startswith(routes.STORED):
             return b""
         number = self._keys.number(request.authorization)
         return b"" if number is None else b"%b: %b\r\n" % (OWNER_HEADER, self._keys.identity(number))
@@ -336,7 +331,9 @@ class RouterApp:
 
 def _line(request: ClientRequest, status: int, key: int | None, exchange: Exchange | None) -> AccessLine:
     """Return the request's line in the access log: which replica answered it, and how long it took."""
-    line = AccessLine(route=route_of(request), status=status, total_ms=0.0, key=key, client_id=_id_in(request.lines))
+    line = AccessLine(
+        route=routes.route_of(request), status=status, total_ms=0.0, key=key, client_id=_id_in(request.lines)
+    )
     if exchange is not None:
         line.total_ms = round((time.monotonic() - exchange.begun_s) * 1000, 3)
         line.model = clean_id(exchange.model or "")

@@ -15,15 +15,9 @@ from typing import Any
 
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
+from penstock.engine.text import template_messages
 from penstock.engine.text.chat_messages import Message, PlainMessage, objects, plain, plain_messages
 from penstock.engine.text.render_time import RenderTimeout, limited
-from penstock.engine.text.template_messages import (
-    SYSTEM_ROLES,
-    with_arguments_as_text,
-    with_system_first,
-    with_text_as_reasoning,
-    without_tools,
-)
 from penstock.engine.text.tokenizer import Tokenizer, read_template
 
 # Test messages that show how a template treats system messages; see ChatTemplate._prints_mark.
@@ -94,11 +88,11 @@ class ChatTemplate:
         if continue_final_message and chat[-1].get("tool_calls"):
             raise InvalidRequest("continue_final_message", "the last message has calls; its text cannot be continued")
         if tools_as_text:
-            chat, tools = without_tools(chat, tools), None
+            chat, tools = template_messages.without_tools(chat, tools), None
         elif self._prints_arguments:
-            chat = with_arguments_as_text(chat)
+            chat = template_messages.with_arguments_as_text(chat)
         if self._refuses_both:
-            chat = with_text_as_reasoning(chat)
+            chat = template_messages.with_text_as_reasoning(chat)
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._variables,
@@ -117,10 +111,10 @@ class ChatTemplate:
         if is_mapped:
             # Most templates print nothing for an unknown role.
             chat = [{**message, "role": "system"} if message["role"] == "developer" else message for message in chat]
-        num_system = sum(message["role"] in SYSTEM_ROLES for message in chat)
+        num_system = sum(message["role"] in template_messages.SYSTEM_ROLES for message in chat)
         if not is_mapped and (num_system < 2 or (self._takes_two_first and self._takes_later)):
             return chat
-        return with_system_first(chat, takes_later=self._takes_later)
+        return template_messages.with_system_first(chat, takes_later=self._takes_later)
 
     @cached_property
     def _takes_two_first(self) -> bool:
@@ -132,7 +126,7 @@ class ChatTemplate:
 
     def _prints_mark(self, before: list[PlainMessage], after: list[PlainMessage]) -> bool:
         """Render a test chat; return whether the template prints a system (or supported developer) message there."""
-        for role in SYSTEM_ROLES if self._has_developer else SYSTEM_ROLES[:1]:
+        for role in template_messages.SYSTEM_ROLES if self._has_developer else template_messages.SYSTEM_ROLES[:1]:
             chat = [*before, {"role": role, "content": MARK}, *after]
             variables = {"messages": chat, "tools": None, "add_generation_prompt": True}
             try:

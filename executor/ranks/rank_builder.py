@@ -19,17 +19,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.ranks.rank import Rank, block_bytes_of
 from penstock.executor.ranks.rank_settings import RankSettings
 from penstock.executor.ranks.runner_factory import RunnerFactory
-from penstock.executor.step.memory import (
-    CONTEXT_BYTES,
-    GRAPHS_BYTES,
-    CudaMeter,
-    GpuUse,
-    KvPlan,
-    check_kv_bytes,
-    naming_options,
-    plan_kv,
-    wait_for_release,
-)
+from penstock.executor.step import memory
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import KV_BLOCKS, Share, run_step, warm_up, widest_step
@@ -46,8 +36,8 @@ def build_rank(config: ExecutorConfig, group: RankGroup, device: torch.device, p
     if device.type == "cpu":
         # The kernels use as many threads as torch, which ignores the CPU quota of a control group.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
-    check_kv_bytes(config.kv_cache_bytes, settings.meter)
-    with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
+    memory.check_kv_bytes(config.kv_cache_bytes, settings.meter)
+    with memory.naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
         checkpoint = open_checkpoint(config.model, config)
         loaded = load_model(config, device, group, progress, checkpoint)
     rank = RankBuilder(settings, loaded).build()
@@ -89,9 +79,9 @@ class RankBuilder:
         info = self._describe(kv_plan, tiers, gpu_use, graph_bytes)
         return Rank(settings, info, loaded, kv, tiers, runners, runner)
 
-    def _plan_kv(self, gpu_use: GpuUse | None) -> KvPlan:
+    def _plan_kv(self, gpu_use: memory.GpuUse | None) -> memory.KvPlan:
         settings, longest, groups = self._settings, self._loaded.num_positions, self._layout.groups
-        return plan_kv(settings.config, self._block_bytes, longest, settings.group, gpu_use, groups)
+        return memory.plan_kv(settings.config, self._block_bytes, longest, settings.group, gpu_use, groups)
 
     def _fingerprint_pages(self) -> bytes:
         """Return the fingerprint of what a page holds: the weights and, with several groups, the layout of the layers."""
@@ -109,7 +99,7 @@ class RankBuilder:
         links = group.twin("experts on the move")
         return Rebalancer(config.eplb_config, loaded.placement, loaded.model.experts, group, links)
 
-    def _warm_up(self, graph_rows: Sequence[int], meter: CudaMeter) -> GpuUse:
+    def _warm_up(self, graph_rows: Sequence[int], meter: memory.CudaMeter) -> memory.GpuUse:
         """Compile and run everything that steps need, before the cache exists, and measure the memory they take, on a
         runner that equals the real one except for its cache of two blocks.
 
@@ -118,16 +108,16 @@ class RankBuilder:
         config, progress, loaded = self._settings.config, self._settings.progress, self._loaded
         started_s, allocated, graphs = time.monotonic(), meter.allocated(), 0
 
-        def measure(activations: int = 0, requests: int = 0, graphs: int = 0) -> GpuUse:
-            return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, *meter.device())
+        def measure(activations: int = 0, requests: int = 0, graphs: int = 0) -> memory.GpuUse:
+            return memory.GpuUse(allocated, activations, requests, graphs, memory.CONTEXT_BYTES, *meter.device())
 
         is_measured, utilization = config.kv_cache_bytes is None, config.gpu_memory_utilization
-        before = wait_for_release(measure, utilization, progress) if is_measured else measure()
+        before = memory.wait_for_release(measure, utilization, progress) if is_measured else measure()
         longest = self._plan_kv(before).max_model_len
         progress("Warming up: compiling kernels that this machine has not compiled before")
         adapter = None if loaded.adapters is None else loaded.adapters.load_zeros()
         purpose = f"a step of {config.max_num_batched_tokens} tokens"
-        with naming_options(purpose, "lower max_num_batched_tokens or max_num_seqs"):
+        with memory.naming_options(purpose, "lower max_num_batched_tokens or max_num_seqs"):
             runner = self._runners.open(loaded, self._runners.allocate(loaded, KV_BLOCKS), longest)
             runner.allocate_counts()  # of tokens; the real runner does so for the first request with penalties
             requests = meter.allocated() - allocated
@@ -137,7 +127,7 @@ class RankBuilder:
             if graph_rows:  # graphs have separate memory, as much as their largest step takes
                 meter.start_peak()
                 self._run_largest_graph_steps(runner, max(graph_rows), longest)
-                graphs = GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
+                graphs = memory.GRAPHS_BYTES + max(0, meter.peak() - allocated - requests)
             del runner
         if loaded.adapters is not None and adapter is not None:
             loaded.adapters.unload(adapter)
@@ -154,7 +144,9 @@ class RankBuilder:
         for tokens in self._runners.graph_tokens(self._loaded)[-1:]:
             run_step(runner, [Share(min(tokens, longest), longest)], longest, vocab_size)
 
-    def _describe(self, kv_plan: KvPlan, tiers: RankTiers, gpu_use: GpuUse | None, graph_bytes: int) -> ModelInfo:
+    def _describe(
+        self, kv_plan: memory.KvPlan, tiers: RankTiers, gpu_use: memory.GpuUse | None, graph_bytes: int
+    ) -> ModelInfo:
         config, device, loaded = self._settings.config, self._settings.device, self._loaded
         return ModelInfo(
             architecture=loaded.architecture,

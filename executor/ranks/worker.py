@@ -25,22 +25,12 @@ from penstock.executor.machine import usable_cores
 from penstock.executor.parallel import CollectiveError, Connections, RankGroup, naming
 from penstock.executor.process_life import Reporter, begin, send
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorError, SleepLevel, Step, WeightsError
+from penstock.executor.ranks import wire
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.rank_settings import choose_device
 from penstock.executor.ranks.ranked import WEIGHTS_S
 from penstock.executor.ranks.weights_lifecycle import WeightsLifecycle
-from penstock.executor.ranks.wire import (
-    Beat,
-    Done,
-    Failed,
-    MessageKind,
-    ModelLoaded,
-    RankAnswer,
-    RankProgress,
-    Rendezvous,
-    Start,
-)
 from penstock.executor.ring import MessageQueue
 from penstock.executor.step.runner import LaunchedStep
 
@@ -54,13 +44,15 @@ JOIN_TIMEOUT_S = 120.0
 
 
 def main() -> int:
-    start, channel = begin(Start)
+    start, channel = begin(wire.Start)
     return work(start, Reporter(partial(send, channel)))
 
 
-def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContextManager[Message]] | None = None) -> int:
+def work(
+    start: wire.Start, reporter: Reporter, receive: Callable[[], AbstractContextManager[Message]] | None = None
+) -> int:
     """Run this rank until it ends; return the exit code. `receive` returns the next message if there is no ring."""
-    reporter.beat(lambda: Beat(reporter.doing))
+    reporter.beat(lambda: wire.Beat(reporter.doing))
     try:
         if start.ring is None:
             assert receive is not None
@@ -74,14 +66,14 @@ def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContext
         return 1
 
 
-def _failure(error: Exception) -> Failed:
+def _failure(error: Exception) -> wire.Failed:
     if isinstance(error, ExecutorError):
-        return Failed(str(error), None, False)
+        return wire.Failed(str(error), None, False)
     trace = "".join(traceback.format_exception(error))
-    return Failed(f"{type(error).__name__}: {error}", trace, isinstance(error, CollectiveError))
+    return wire.Failed(f"{type(error).__name__}: {error}", trace, isinstance(error, CollectiveError))
 
 
-def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]], reporter: Reporter) -> None:
+def compute(start: wire.Start, receive: Callable[[], AbstractContextManager[Message]], reporter: Reporter) -> None:
     """Load this rank's part of the model, then compute steps until the end."""
     config, rank = start.config, start.rank
     device = choose_device(config.device, start.device_index)
@@ -92,9 +84,11 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.doing = "waiting for the other ranks to join"
     group = join(rank, start.world, start.rendezvous, device, config.batch_invariant)
     reporter.doing = "loading the model"
-    ours = build_rank(config, group, device, lambda line: reporter.report(RankProgress(line)) if rank == 0 else None)
+    ours = build_rank(
+        config, group, device, lambda line: reporter.report(wire.RankProgress(line)) if rank == 0 else None
+    )
     weights = WeightsLifecycle(ours)
-    reporter.report(ModelLoaded(ours.info))
+    reporter.report(wire.ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)
     unsampled: LaunchedStep | None = None  # a step whose masks are the next message
@@ -102,9 +96,9 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
         reporter.doing = "waiting for a step"
         with receive() as (kind, *parts):
             kind = bytes(kind)
-            if kind == MessageKind.CLOSE:
+            if kind == wire.MessageKind.CLOSE:
                 break
-            if kind == MessageKind.MASKS:
+            if kind == wire.MessageKind.MASKS:
                 if unsampled is not None:  # only on the first rank, which samples
                     rows = np.frombuffer(parts[0], np.int32)
                     masks = np.frombuffer(parts[1], np.int32)
@@ -113,11 +107,11 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
                     finisher.take(unsampled)
                     unsampled = None
                 continue
-            if kind != MessageKind.STEP:
+            if kind != wire.MessageKind.STEP:
                 reporter.doing = f"changing weights or memory: {kind.decode()}"
                 finisher.wait()
                 answer = _control(ours, weights, kind, bytes(parts[0]).decode())
-                if kind not in (MessageKind.UNLOAD, MessageKind.DROP):
+                if kind not in (wire.MessageKind.UNLOAD, wire.MessageKind.DROP):
                     reporter.report(answer)
                 continue
             step = decoder.decode(parts[0])
@@ -133,7 +127,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     group.close()
 
 
-def join(rank: int, world: int, at: Rendezvous, device: torch.device, is_ordered: bool = False) -> RankGroup:
+def join(rank: int, world: int, at: wire.Rendezvous, device: torch.device, is_ordered: bool = False) -> RankGroup:
     """Connect to the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
     if world == 1:
         return RankGroup()
@@ -161,23 +155,23 @@ def _backend(store: Store, rank: int, world: int, address: str, device: torch.de
     return cast(Connections, dist.ProcessGroupGloo(store, rank, world, gloo))
 
 
-def _control(rank: Rank, weights: WeightsLifecycle, kind: bytes, argument: str) -> RankAnswer:
+def _control(rank: Rank, weights: WeightsLifecycle, kind: bytes, argument: str) -> wire.RankAnswer:
     """Execute a request other than a step."""
     index = rank.settings.group.rank
     try:
-        return RankAnswer(index, value=_REQUESTS[kind](rank, weights, argument))
+        return wire.RankAnswer(index, value=_REQUESTS[kind](rank, weights, argument))
     except (AdapterError, WeightsError) as error:
-        return RankAnswer(index, str(error))
+        return wire.RankAnswer(index, str(error))
 
 
 _REQUESTS: dict[bytes, Callable[[Rank, WeightsLifecycle, str], AdapterInfo | bytes | None]] = {
-    MessageKind.LOAD: lambda rank, _, path: rank.adapters.load(path),
-    MessageKind.UNLOAD: lambda rank, _, key: rank.adapters.unload(key),
-    MessageKind.PREPARE: lambda _rank, weights, path: weights.prepare(path),
-    MessageKind.TAKE: lambda _rank, weights, _: weights.take(),
-    MessageKind.DROP: lambda _rank, weights, _: weights.drop(),
-    MessageKind.SLEEP: lambda _rank, weights, level: weights.sleep(msgspec.json.decode(level, type=SleepLevel)),
-    MessageKind.WAKE: lambda _rank, weights, parts: weights.wake(parts.split()),
+    wire.MessageKind.LOAD: lambda rank, _, path: rank.adapters.load(path),
+    wire.MessageKind.UNLOAD: lambda rank, _, key: rank.adapters.unload(key),
+    wire.MessageKind.PREPARE: lambda _rank, weights, path: weights.prepare(path),
+    wire.MessageKind.TAKE: lambda _rank, weights, _: weights.take(),
+    wire.MessageKind.DROP: lambda _rank, weights, _: weights.drop(),
+    wire.MessageKind.SLEEP: lambda _rank, weights, level: weights.sleep(msgspec.json.decode(level, type=SleepLevel)),
+    wire.MessageKind.WAKE: lambda _rank, weights, parts: weights.wake(parts.split()),
 }
 
 
@@ -208,7 +202,7 @@ class Finisher:
                 moved = result.transfers
                 is_asked = self._group.is_first or not launched.step.rows
                 if is_asked or (moved is not None and (moved.completions or moved.gained or moved.lost)):
-                    self._reporter.report(Done(self._group.rank, result))
+                    self._reporter.report(wire.Done(self._group.rank, result))
                 self._launched.task_done()
         except Exception as error:  # top level of the thread; the rank cannot continue without it
             self._reporter.report(_failure(error))

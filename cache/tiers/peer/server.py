@@ -15,25 +15,8 @@ from xxhash import xxh3_64_intdigest as checksum
 from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.cache.tiers.memory import huge_array
+from penstock.cache.tiers.peer import wire
 from penstock.cache.tiers.peer.polling import PollThread, Ready
-from penstock.cache.tiers.peer.wire import (
-    LANES,
-    RUN_KEYS,
-    VERSION,
-    Block,
-    CurveGuard,
-    FromPeer,
-    Get,
-    KeyUpdate,
-    Miss,
-    PeerHello,
-    PeerRefused,
-    ToPeer,
-    Welcome,
-    checksum_seed,
-    curve_keys,
-    make_socket,
-)
 
 MAX_CLIENTS = 64  # engines subscribed to the keys
 MAX_REQUEST_BYTES = 4096
@@ -80,19 +63,19 @@ class PeerServer:
         self._source = source
         self._chunk_bytes = chunk_bytes
         self._fingerprint = fingerprint
-        self._seed = checksum_seed(fingerprint)
+        self._seed = wire.checksum_seed(fingerprint)
         rows = huge_array(min(max(serve_bytes // chunk_bytes, 2), MAX_BUFFERS), chunk_bytes)
         self._buffers = [memoryview(row) for row in rows]
         self._free = list(range(len(self._buffers)))
         self._sending: list[tuple[zmq.MessageTracker, int]] = []  # with the buffer being sent
         # The source's ticket → client, its request, buffer.
-        self._loading: dict[int, tuple[bytes, Get, int]] = {}
+        self._loading: dict[int, tuple[bytes, wire.Get, int]] = {}
         self._clients: dict[bytes, bool] = {}  # subscribed clients → needs a full snapshot of the keys
         self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ToPeer).decode
-        self._context = zmq.Context(io_threads=LANES)
+        self._decode = msgspec.msgpack.Decoder(wire.ToPeer).decode
+        self._context = zmq.Context(io_threads=wire.LANES)
         self._guard: ThreadAuthenticator | None = None
         self._socket = self._listen(endpoint, secret)
         self._is_over = False
@@ -134,15 +117,15 @@ class PeerServer:
     # -- the thread ----------------------------------------------------------------------------------------
 
     def _listen(self, endpoint: str, secret: str) -> zmq.Socket[bytes]:
-        listening = make_socket(self._context, zmq.ROUTER)
+        listening = wire.make_socket(self._context, zmq.ROUTER)
         listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has disconnected is an error
         listening.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         listening.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-        lock = curve_keys(secret)
+        lock = wire.curve_keys(secret)
         if lock is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback("*", credentials_provider=CurveGuard(lock.client_public))
+            self._guard.configure_curve_callback("*", credentials_provider=wire.CurveGuard(lock.client_public))
             listening.curve_server = True
             listening.curve_publickey, listening.curve_secretkey = lock.server_public, lock.server_secret
         try:
@@ -169,26 +152,26 @@ class PeerServer:
                     message = self._decode(parts[0]) if len(parts) == 1 else None
                 except msgspec.DecodeError:
                     message = None
-                if isinstance(message, PeerHello):
+                if isinstance(message, wire.PeerHello):
                     self._greet(client, message)
-                elif isinstance(message, Get):
+                elif isinstance(message, wire.Get):
                     self._serve_block(client, message)
 
-    def _greet(self, client: bytes, hello: PeerHello) -> None:
+    def _greet(self, client: bytes, hello: wire.PeerHello) -> None:
         if len(self._clients) >= MAX_CLIENTS:
             for each in list(self._clients):  # sending reveals disconnected clients
-                self._send(each, KeyUpdate(b"", b""))
+                self._send(each, wire.KeyUpdate(b"", b""))
         reason = ""
-        if hello.version != VERSION:
-            reason = f"protocol version {hello.version}; this engine uses {VERSION}"
+        if hello.version != wire.VERSION:
+            reason = f"protocol version {hello.version}; this engine uses {wire.VERSION}"
         elif hello.fingerprint != self._fingerprint:
             reason = "different model, layout, block size, number of ranks or rank"
         elif len(self._clients) >= MAX_CLIENTS and client not in self._clients:
             reason = f"{MAX_CLIENTS} engines are connected already"
         if reason:
             self._num_refused += 1
-            self._send(client, PeerRefused(reason))
-        elif self._send(client, Welcome()):
+            self._send(client, wire.PeerRefused(reason))
+        elif self._send(client, wire.Welcome()):
             self._clients[client] = True
             self._announce()
 
@@ -196,16 +179,18 @@ class PeerServer:
 
     def _announce(self) -> None:
         came, went = self._source.take_changes()
-        update = [KeyUpdate(run, b"") for run in _runs(came)] + [KeyUpdate(b"", run) for run in _runs(went)]
+        update = [wire.KeyUpdate(run, b"") for run in _runs(came)] + [wire.KeyUpdate(b"", run) for run in _runs(went)]
         for client, is_behind in list(self._clients.items()):
             sent = [self._send(client, message) for message in (self._all_keys() if is_behind else update)]
             if client in self._clients:  # a client whose queue was full gets a new snapshot later
                 self._clients[client] = not all(sent)
 
-    def _all_keys(self) -> list[KeyUpdate]:
-        return [KeyUpdate(run, b"", number == 0) for number, run in enumerate(_runs(self._source.keys()) or [b""])]
+    def _all_keys(self) -> list[wire.KeyUpdate]:
+        return [wire.KeyUpdate(run, b"", number == 0) for number, run in enumerate(_runs(self._source.keys()) or [b""])]
 
-    def _send(self, client: bytes, message: FromPeer, payload: memoryview | None = None) -> zmq.MessageTracker | bool:
+    def _send(
+        self, client: bytes, message: wire.FromPeer, payload: memoryview | None = None
+    ) -> zmq.MessageTracker | bool:
         """Send a message; return the payload's tracker, or True without payload; False if the client cannot receive."""
         frames: list[bytes | memoryview] = [client, self._encode(message)]
         if payload is not None:
@@ -223,7 +208,7 @@ class PeerServer:
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _serve_block(self, client: bytes, get: Get) -> None:
+    def _serve_block(self, client: bytes, get: wire.Get) -> None:
         buffer = self._take_buffer()
         if buffer is None:
             self._miss(client, get, "busy")
@@ -245,9 +230,9 @@ class PeerServer:
                     self._sending.append((tracker, buffer))
         return self._free.pop() if self._free else None
 
-    def _send_block(self, client: bytes, get: Get, buffer: int) -> None:
+    def _send_block(self, client: bytes, get: wire.Get, buffer: int) -> None:
         payload = self._buffers[buffer]
-        tracker = self._send(client, Block(get.ticket, get.key, checksum(payload, self._seed)), payload)
+        tracker = self._send(client, wire.Block(get.ticket, get.key, checksum(payload, self._seed)), payload)
         if isinstance(tracker, zmq.MessageTracker):
             self._sending.append((tracker, buffer))
             self._num_blocks += 1
@@ -255,9 +240,9 @@ class PeerServer:
             self._free.append(buffer)
             self._misses["not taken"] += 1
 
-    def _miss(self, client: bytes, get: Get, reason: str) -> None:
+    def _miss(self, client: bytes, get: wire.Get, reason: str) -> None:
         self._misses[reason] += 1
-        self._send(client, Miss(get.ticket, reason))
+        self._send(client, wire.Miss(get.ticket, reason))
 
     def _finish_loads(self) -> None:
         for ticket, ok in self._source.take_loads():
@@ -270,4 +255,4 @@ class PeerServer:
 
 
 def _runs(keys: list[bytes]) -> list[bytes]:
-    return [b"".join(keys[start : start + RUN_KEYS]) for start in range(0, len(keys), RUN_KEYS)]
+    return [b"".join(keys[start : start + wire.RUN_KEYS]) for start in range(0, len(keys), wire.RUN_KEYS)]

@@ -30,23 +30,10 @@ from xxhash import xxh3_64_intdigest as checksum
 
 from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
 from penstock.cache.tiers.health import STALLED, FailureLog, HealthLimits, TierHealth
+from penstock.cache.tiers.peer import wire
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
 from penstock.cache.tiers.peer.lanes import Lanes
 from penstock.cache.tiers.peer.polling import PollThread, Ready
-from penstock.cache.tiers.peer.wire import (
-    KEY_BYTES,
-    VERSION,
-    Block,
-    FromPeer,
-    Get,
-    KeyUpdate,
-    Miss,
-    PeerHello,
-    PeerRefused,
-    Welcome,
-    checksum_seed,
-    split_keys,
-)
 
 log = logging.getLogger("penstock.cache")
 
@@ -100,8 +87,8 @@ class PeerTier:
         self._next_ticket = 1
         self._is_closed = False
         self._num_failed = 0  # failed handshakes in a row
-        self._hello = PeerHello(VERSION, fingerprint)
-        self._seed = checksum_seed(fingerprint)
+        self._hello = wire.PeerHello(wire.VERSION, fingerprint)
+        self._seed = wire.checksum_seed(fingerprint)
         self._limits = limits
         self._window = min(max(limits.window_bytes // chunk_bytes, 2), MAX_WINDOW)
         self._waiting: deque[Load] = deque()  # for space in the window; the caller appends, the thread removes
@@ -119,7 +106,7 @@ class PeerTier:
         self._busy_s = 0.0  # total time with a load in flight
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromPeer).decode
+        self._decode = msgspec.msgpack.Decoder(wire.FromPeer).decode
         self._lanes = Lanes(endpoint, secret, chunk_bytes, limits.reconnect_s)
         self._lock = threading.Lock()  # held while the thread works, for `check`
         sources = (self._lanes.monitor, *self._lanes.sockets)
@@ -256,11 +243,11 @@ class PeerTier:
         elif not self._health.is_open:  # the socket is full; a healthy peer is greeted in the next pass
             self._health.finish_probe(now_s, ok=False)
 
-    def _handle_greeting_reply(self, message: Welcome | PeerRefused) -> None:
+    def _handle_greeting_reply(self, message: wire.Welcome | wire.PeerRefused) -> None:
         if self._greeted_s is None:
             return  # too late: the greeting has timed out or the connection was lost
         self._greeted_s = None
-        if isinstance(message, PeerRefused):
+        if isinstance(message, wire.PeerRefused):
             self._counts["refused"] += 1
             self._bypass(message.reason)
             return
@@ -321,7 +308,7 @@ class PeerTier:
         while self._waiting and len(self._sent) < self._window:
             load = self._waiting.popleft()
             load.sent_s = time.monotonic()
-            if self._lanes.send(self._encode(Get(load.ticket, load.key))):
+            if self._lanes.send(self._encode(wire.Get(load.ticket, load.key))):
                 self._sent[load.ticket] = load
             else:
                 self._end(load, "not connected")
@@ -344,29 +331,29 @@ class PeerTier:
                 except msgspec.DecodeError:
                     self._record_failure("not understood")
                     continue
-                if isinstance(message, Block | Miss):
+                if isinstance(message, wire.Block | wire.Miss):
                     self._handle_reply(message, payload)
-                elif isinstance(message, KeyUpdate) and self.is_open:
+                elif isinstance(message, wire.KeyUpdate) and self.is_open:
                     self._note_keys(message)
-                elif isinstance(message, Welcome | PeerRefused):
+                elif isinstance(message, wire.Welcome | wire.PeerRefused):
                     self._handle_greeting_reply(message)
 
-    def _note_keys(self, keys: KeyUpdate) -> None:
-        if len(keys.held) % KEY_BYTES or len(keys.gone) % KEY_BYTES:
+    def _note_keys(self, keys: wire.KeyUpdate) -> None:
+        if len(keys.held) % wire.KEY_BYTES or len(keys.gone) % wire.KEY_BYTES:
             self._record_failure("not understood")
             return
         if keys.is_first:
             self._keys.clear()
-        self._keys.note(split_keys(keys.gone), False)
-        self._keys.note(split_keys(keys.held), True)
+        self._keys.note(wire.split_keys(keys.gone), False)
+        self._keys.note(wire.split_keys(keys.held), True)
 
-    def _handle_reply(self, message: Block | Miss, payload: list[zmq.Frame]) -> None:
+    def _handle_reply(self, message: wire.Block | wire.Miss, payload: list[zmq.Frame]) -> None:
         load = self._sent.pop(message.ticket, None)
         now_s = self._last_reply_s = time.monotonic()
         if load is None:
             self._counts["after the deadline"] += 1
             return
-        if isinstance(message, Miss):
+        if isinstance(message, wire.Miss):
             if message.reason == "busy":
                 self._greet_at_s = min(self._greet_at_s, now_s + REGREET_S)
             self._end(load, "busy" if message.reason == "busy" else "gone")
@@ -380,7 +367,7 @@ class PeerTier:
             self._loaded.add(now_s - load.requested_s)
             self._end(load)
 
-    def _copy_payload(self, load: Load, message: Block, payload: list[zmq.Frame]) -> str:
+    def _copy_payload(self, load: Load, message: wire.Block, payload: list[zmq.Frame]) -> str:
         """Verify a payload and copy it to the load's buffer; return the reason if it is invalid, else ""."""
         if message.key != load.key:
             return "foreign"
