@@ -31,9 +31,9 @@ def open_device(job: dict[str, Any]) -> torch.device:
 def set_launch(job: dict[str, Any]) -> None:
     """Set whether kernels that are launched or captured from now on may start early."""
     if job["device"] == "cuda":
-        from penstock.executor.kernels.cuda import dependent
+        from penstock.executor.kernels.cuda import launch
 
-        dependent.ENABLED = job["dependent"]
+        launch.USES_DEPENDENT_LAUNCH = job["dependent"]
 
 
 class Timer:

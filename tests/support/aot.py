@@ -36,7 +36,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from penstock.executor.kernels import card as card_module  # noqa: E402
 from penstock.executor.kernels.card import Card  # noqa: E402
-from penstock.executor.kernels.cuda import adapter_products, dependent, few_rows, fp8, step_inputs  # noqa: E402
+from penstock.executor.kernels.cuda import adapter_products, few_rows, rows, step_inputs  # noqa: E402
+from penstock.executor.kernels.cuda import launch as launching  # noqa: E402
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
 from tests.support import cards, refusals  # noqa: E402
 from tests.support.idle_gpu import IdleDriver  # noqa: E402
@@ -64,9 +65,9 @@ def read_group(group: str) -> Iterator[tuple[str, Any]]:
 
 def launch(name: str, build: Any, shape: list[Any]) -> None:
     dtype = torch.float32 if "float32" in name else torch.float16 if "float16" in name else torch.bfloat16
-    kernels = KERNELS._replace(ops=InvariantOps(fp8)) if "fixed" in name else KERNELS
+    kernels = KERNELS._replace(ops=InvariantOps(rows)) if "fixed" in name else KERNELS
     has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
-    with has_any, mock.patch.object(dependent, "ENABLED", "dependent" in name):
+    with has_any, mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name):
         for case in build(cases.Kit(torch.device("cpu"), dtype, layers=4, is_empty=True), name, *shape):
             case.call(kernels)
 

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.pages import load_inside
 
 ROWS = 16  # maximum rows of a tile

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.pages import block_of, load_inside, page_numbers, page_offsets
 from penstock.executor.kernels.cuda.softmax import (
     LOWEST,

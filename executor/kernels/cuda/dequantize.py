@@ -11,8 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.gpu_formats import MXFP4_BLOCK
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no assembly and no bfloat16 sums

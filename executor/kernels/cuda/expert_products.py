@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Activation
-from penstock.executor.kernels.cuda import fp8
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.routing import load_slots, sort_entries
+from penstock.executor.kernels.cuda.rows import quantize
 from penstock.executor.kernels.cuda.tiles import expert_splits, expert_tile
 from penstock.executor.kernels.eight_bits import are_quantized, make_quantized
 from penstock.executor.kernels.stored_formats import BLOCKS
@@ -40,7 +39,7 @@ def fused_experts(
     (num_slots, width, inner), entries = down.shape, expert_slots.numel()
     x: Scaled = hidden, None
     if gate_up.format is down.format is BLOCKS and (is_fixed or are_quantized(entries, num_slots)):
-        x = fp8.quantize(hidden)
+        x = quantize(hidden)
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
         inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None

@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import Activation, NormedRows
-from penstock.executor.kernels.cuda.dependent import allow_next, is_dependent, wait_for_previous
-from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
+from penstock.executor.kernels.cuda.launch import ALIGNMENT, allow_next, is_dependent, kernel, wait_for_previous
 from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
 from penstock.executor.kernels.cuda.tiles import power_of_2
 

@@ -10,10 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import LatentStore
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.pages import cell_offset, layout_of
-from penstock.executor.kernels.cuda.rope_and_store import check_inputs, convert, copy, load_shared, parts_of
+from penstock.executor.kernels.cuda.rope_and_store import check_inputs, convert, copy, load_shared, shape_of
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
@@ -31,20 +30,16 @@ def latent_rope_and_store(
     if not tokens:
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
-    q_programs = triton.cdiv(num_heads, tile.columns)
-    _latent_rope[(triton.cdiv(tokens, tile.rows), q_programs + 1)](
+    shape = shape_of(num_heads, 1, q.shape[2], half, tile)
+    _latent_rope[(triton.cdiv(tokens, tile.rows), shape.q_programs + 1)](
         *(goal, q, down, weight, cos, sin, positions, latents, kv_cells),
         *(first, tokens, eps),
         GOAL_DIM=width,
         Q_STRIDE=q.stride(0),
         DOWN_STRIDE=down.stride(0),
         PAGES=layout_of(latents),
-        NUM_HEADS=num_heads,
-        Q_PROGRAMS=q_programs,
-        PARTS=parts_of(q.shape[2], half),
+        SHAPE=shape,
         RANK=rank,
-        TOKENS=tile.rows,
-        HEADS=tile.columns,
         IS_WHOLE=is_whole,
         num_warps=tile.num_warps,
     )
@@ -68,54 +63,50 @@ def _latent_rope(
     Q_STRIDE: tl.constexpr,
     DOWN_STRIDE: tl.constexpr,
     PAGES: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHAPE: tl.constexpr,
     RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
     """Process some tokens of some query heads; the last programs process the keys, which all heads share."""
     wait_and_allow_next()
-    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # row of `goal`
+    row = tl.program_id(0).to(tl.int64) * SHAPE.tokens + tl.arange(0, SHAPE.tokens)[:, None, None]  # row of `goal`
     is_row = row < tokens
     token = first + row
     position = tl.load(positions_ptr + token, mask=is_row, other=0).to(tl.int64)
-    cos_ptr += position * PARTS.half
-    sin_ptr += position * PARTS.half
+    cos_ptr += position * SHAPE.half
+    sin_ptr += position * SHAPE.half
     program = tl.program_id(1)
-    if program < Q_PROGRAMS:
-        head = program * HEADS + tl.arange(0, HEADS)[None, :, None]
-        is_head = is_row & (head < NUM_HEADS)
-        query = q_ptr + token * Q_STRIDE + head * PARTS.dim
-        goal = goal_ptr + (row * NUM_HEADS + head) * GOAL_DIM
-        _rotate_neighbours(query + PARTS.dim - 2 * PARTS.half, goal, is_head, cos_ptr, sin_ptr, PARTS)
+    if program < SHAPE.q_programs:
+        head = program * SHAPE.heads + tl.arange(0, SHAPE.heads)[None, :, None]
+        is_head = is_row & (head < SHAPE.q_heads)
+        query = q_ptr + token * Q_STRIDE + head * SHAPE.dim
+        goal = goal_ptr + (row * SHAPE.q_heads + head) * GOAL_DIM
+        _rotate_neighbours(query + SHAPE.dim - 2 * SHAPE.half, goal, is_head, cos_ptr, sin_ptr, SHAPE)
         if IS_WHOLE:
-            rest = tl.arange(0, PARTS.block_rest)[None, None, :]
-            copy(query + rest, goal + 2 * PARTS.half + rest, is_head & (rest < PARTS.dim - 2 * PARTS.half))
+            rest = tl.arange(0, SHAPE.block_rest)[None, None, :]
+            copy(query + rest, goal + 2 * SHAPE.half + rest, is_head & (rest < SHAPE.dim - 2 * SHAPE.half))
     else:
         kv_cell = tl.load(kv_cells_ptr + token, mask=is_row, other=0)
         cell = latents_ptr + cell_offset(kv_cell, PAGES)
         key = down_ptr + token * DOWN_STRIDE
-        _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, PARTS)
+        _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, SHAPE)
         rank = tl.arange(0, triton.next_power_of_2(RANK))[None, None, :]
         is_rank = is_row & (rank < RANK)
         latent = tl.load(key + rank, mask=is_rank, other=0.0)
         y = normalize(latent.to(tl.float32), load_shared(weight_ptr + rank, is_rank), eps, RANK)
-        tl.store(cell + 2 * PARTS.half + rank, convert(y.to(latent.dtype), cell), mask=is_rank)
+        tl.store(cell + 2 * SHAPE.half + rank, convert(y.to(latent.dtype), cell), mask=is_rank)
 
 
 @triton.jit
-def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, PARTS: tl.constexpr):
+def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, SHAPE: tl.constexpr):
     """Rotate the pairs (2 i, 2 i + 1) of heads [tokens, heads, 1] and store them as (i, i + half)."""
-    BLOCK_HALF: tl.constexpr = PARTS.block_half
+    BLOCK_HALF: tl.constexpr = SHAPE.block_half
     both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
     half = tl.arange(0, BLOCK_HALF)[None, None, :]
-    inside = mask & (half < PARTS.half)
-    pairs = tl.load(source + both, mask=mask & (both < 2 * PARTS.half), other=0.0)
+    inside = mask & (half < SHAPE.half)
+    pairs = tl.load(source + both, mask=mask & (both < 2 * SHAPE.half), other=0.0)
     x, y = tl.split(tl.reshape(pairs.to(tl.float32), [inside.shape[0], inside.shape[1], BLOCK_HALF, 2]))
     cos = load_shared(cos_ptr + half, inside)
     sin = load_shared(sin_ptr + half, inside)
     tl.store(goal + half, convert((x * cos - y * sin).to(pairs.dtype), goal), mask=inside)
-    tl.store(goal + PARTS.half + half, convert((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)
+    tl.store(goal + SHAPE.half + half, convert((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)

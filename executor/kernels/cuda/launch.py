@@ -4,6 +4,15 @@ The compiled variant of a kernel depends only on its constants, its options and 
 change from step to step are not specialized, and every pointer is aligned. Therefore all variants that requests need
 are known at startup. A new variant would be compiled while requests wait; tests check that none is. A launch finds its
 variant by a key of exactly these: Triton's own search binds and inspects every argument, which takes twice as long.
+
+With programmatic dependent launch, a kernel's programs may start while the previous kernel still runs, and wait there.
+
+This hides the gap between two kernels, a large part of a small model's decoding step. It is correct because every such
+kernel waits before it accesses memory that another kernel accesses. The wait ends when the whole previous kernel has
+finished and its writes are visible. The previous kernel waited likewise, so all earlier ones have finished too. Kernels
+launched in the usual way wait for all earlier kernels anyway.
+
+On an H100 a step of one request of Qwen3-0.6B takes 1.09 ms with it and 1.13 ms without; 256 requests gain nothing.
 """
 
 import inspect
@@ -14,10 +23,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.executor.kernels.cuda.dependent import is_dependent
+from penstock.executor.kernels.card import current_card
 
 ALIGNMENT = 16  # bytes; every pointer is a multiple of it, because kernels are compiled with 16-byte loads
+USES_DEPENDENT_LAUNCH = not triton.knobs.runtime.interpret  # the interpreter runs kernels one after another
 
 
 class Kernel:
@@ -70,3 +81,35 @@ class Kernel:
 
 
 kernel = Kernel
+
+
+def is_dependent(_semantic: object = None) -> bool:
+    """Tell whether kernels now use dependent launch. The compiler treats this as a builtin that returns a constant."""
+    return USES_DEPENDENT_LAUNCH and current_card().has_dependent_launch
+
+
+is_dependent.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def wait_and_allow_next():
+    """Wait for the previous kernel, then let the next one start. Every kernel must call this first (or
+    `wait_for_previous`): otherwise the next kernel would not wait for it. `Kernel` passes `launch_pdl` to the launch."""
+    if is_dependent():
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def allow_next():
+    """Let the next kernel start. For a kernel that works before `wait_for_previous`; that work must not access memory
+    that other kernels write."""
+    if is_dependent():
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous():
+    """Wait until the previous kernel has finished."""
+    if is_dependent():
+        gdc_wait()

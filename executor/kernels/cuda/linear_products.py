@@ -12,8 +12,7 @@ from torch import Tensor
 from penstock.executor.kernels import Fp8Rows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import dequantize, few_rows
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel
+from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.product import Scaled, multiply
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
 from penstock.executor.kernels.eight_bits import pad_rows

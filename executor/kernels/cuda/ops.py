@@ -16,7 +16,6 @@ from penstock.executor.kernels.cuda import (
     expanded,
     expert_products,
     few_rows,
-    fp8,
     latent_rope,
     linear_products,
     logit_edits,
@@ -80,7 +79,7 @@ class InvariantOps(CudaOps):
         return rows.gate(linear_products.linear(x, plain_weight(weight), is_fixed=True), activation)
 
 
-OPS, SAMPLING_OPS = CudaOps(fp8), CudaSampling()
+OPS, SAMPLING_OPS = CudaOps(rows), CudaSampling()
 
 
 def choose_ops(card: Card, is_invariant: bool) -> Ops:
@@ -91,5 +90,5 @@ def choose_ops(card: Card, is_invariant: bool) -> Ops:
                 f"batch_invariant: given; it needs a GPU of compute capability {FIXED_ON}, and this one is of "
                 f"{'.'.join(map(str, card.capability))}"
             )
-        return InvariantOps(fp8 if card.has_eight_bits else None)
+        return InvariantOps(rows if card.has_eight_bits else None)
     return OPS if card.has_eight_bits else CudaOps(blocks=None)

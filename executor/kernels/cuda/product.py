@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import UNGATED, Activation
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
 from penstock.executor.kernels.cuda.dequantize import MAX_SCALED_ROWS, add_groups, dequantize_mxfp4, load_scales
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import SortedEntries
 from penstock.executor.kernels.cuda.rows import gated, quantize_groups

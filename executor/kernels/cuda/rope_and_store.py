@@ -11,26 +11,32 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import KeyStore, Rotation
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.pages import cell_offset, layout_of
-from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
+from penstock.executor.kernels.cuda.tiles import Tile, power_of_2, rope_tile
 from penstock.executor.kernels.eight_bits import FP8_MAX
 
 LIMIT = tl.constexpr(FP8_MAX)
 
 
-class HeadParts(NamedTuple):
-    """The parts of a head: pairs (i, i + half), which are rotated, and the rest; blocks are powers of two."""
+class HeadShape(NamedTuple):
+    """The heads and their division among programs, and the parts of a head: pairs (i, i + half), which are rotated, and
+    the rest; blocks are powers of two."""
 
+    q_heads: int
+    kv_heads: int
+    q_programs: int
+    tokens: int  # of a program
+    heads: int  # of a program
     dim: int
     half: int
     block_half: int
     block_rest: int
 
 
-def parts_of(dim: int, half: int) -> HeadParts:
-    return HeadParts(dim, half, power_of_2(half), power_of_2(dim - 2 * half))
+def shape_of(q_heads: int, kv_heads: int, dim: int, half: int, tile: Tile) -> HeadShape:
+    programs = triton.cdiv(q_heads, tile.columns), tile.rows, tile.columns
+    return HeadShape(q_heads, kv_heads, *programs, dim, half, power_of_2(half), power_of_2(dim - 2 * half))
 
 
 def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:
@@ -47,21 +53,16 @@ def rope_and_store(q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> T
     if not tokens:
         return rotated
     tile = rope_tile(kv_heads, power_of_2(max(half, dim - 2 * half)))
-    q_programs = triton.cdiv(q_heads, tile.columns)
+    shape = shape_of(q_heads, kv_heads, dim, half, tile)
     weights = (cos if weight is None else weight for weight in (q_weight, k_weight))
-    _rope_and_store[(triton.cdiv(tokens, tile.rows), q_programs + triton.cdiv(kv_heads, tile.columns))](
+    _rope_and_store[(triton.cdiv(tokens, tile.rows), shape.q_programs + triton.cdiv(kv_heads, tile.columns))](
         *(q, k, values, cos, sin, positions, k_pages, v_pages, kv_cells, *weights, rotated),
         *(tokens, eps),
         Q_STRIDES=q.stride(),
         K_STRIDES=k.stride(),
         V_STRIDES=values.stride(),
         PAGES=layout_of(k_pages),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        Q_PROGRAMS=q_programs,
-        PARTS=parts_of(dim, half),
-        TOKENS=tile.rows,
-        HEADS=tile.columns,
+        SHAPE=shape,
         HAS_V=v is not None,
         NORMS_Q=q_weight is not None,
         NORMS_K=k_weight is not None,
@@ -98,85 +99,80 @@ def _rope_and_store(
     K_STRIDES: tl.constexpr,
     V_STRIDES: tl.constexpr,
     PAGES: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    SHAPE: tl.constexpr,
     HAS_V: tl.constexpr,
     NORMS_Q: tl.constexpr,
     NORMS_K: tl.constexpr,
 ):
     """Process some tokens of some heads: first the query heads, then the key heads together with their values."""
     wait_and_allow_next()
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    token = tl.program_id(0).to(tl.int64) * SHAPE.tokens + tl.arange(0, SHAPE.tokens)[:, None, None]
     is_token = token < tokens
     position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.int64)
-    tables = cos_ptr + position * PARTS.half, sin_ptr + position * PARTS.half
-    head = tl.arange(0, HEADS)[None, :, None]
+    tables = cos_ptr + position * SHAPE.half, sin_ptr + position * SHAPE.half
+    head = tl.arange(0, SHAPE.heads)[None, :, None]
     program = tl.program_id(1)
-    if program < Q_PROGRAMS:
-        head += program * HEADS
-        mask = is_token & (head < Q_HEADS)
+    if program < SHAPE.q_programs:
+        head += program * SHAPE.heads
+        mask = is_token & (head < SHAPE.q_heads)
         source = q_ptr + token * Q_STRIDES[0] + head * Q_STRIDES[1]
-        goal = rotated_ptr + (token * Q_HEADS + head) * PARTS.dim
-        _rotate(source, goal, mask, tables, q_weight_ptr, eps, PARTS, NORMS_Q)
+        goal = rotated_ptr + (token * SHAPE.q_heads + head) * SHAPE.dim
+        _rotate(source, goal, mask, tables, q_weight_ptr, eps, SHAPE, NORMS_Q)
     else:
-        head += (program - Q_PROGRAMS) * HEADS
-        mask = is_token & (head < KV_HEADS)
+        head += (program - SHAPE.q_programs) * SHAPE.heads
+        mask = is_token & (head < SHAPE.kv_heads)
         kv_cell = tl.load(kv_cells_ptr + token, mask=is_token, other=0)
-        cell = cell_offset(kv_cell, PAGES) + head * PARTS.dim
+        cell = cell_offset(kv_cell, PAGES) + head * SHAPE.dim
         source = k_ptr + token * K_STRIDES[0] + head * K_STRIDES[1]
-        _rotate(source, k_pages_ptr + cell, mask, tables, k_weight_ptr, eps, PARTS, NORMS_K)
+        _rotate(source, k_pages_ptr + cell, mask, tables, k_weight_ptr, eps, SHAPE, NORMS_K)
         if HAS_V:
             source = v_ptr + token * V_STRIDES[0] + head * V_STRIDES[1]
-            _copy_heads(source, v_pages_ptr + cell, mask, PARTS)
+            _copy_heads(source, v_pages_ptr + cell, mask, SHAPE)
 
 
 @triton.jit
-def _rotate(source, goal, mask, tables, weight_ptr, eps, PARTS: tl.constexpr, NORMS: tl.constexpr):
+def _rotate(source, goal, mask, tables, weight_ptr, eps, SHAPE: tl.constexpr, NORMS: tl.constexpr):
     """Rotate the pairs (i, i + half) of heads [tokens, heads, 1]; elements beyond 2 half are only normalized."""
     cos_ptr, sin_ptr = tables
-    first = tl.arange(0, PARTS.block_half)[None, None, :]
-    inside = mask & (first < PARTS.half)
-    rest = 2 * PARTS.half + tl.arange(0, PARTS.block_rest)[None, None, :]
-    is_rest = mask & (rest < PARTS.dim)
+    first = tl.arange(0, SHAPE.block_half)[None, None, :]
+    inside = mask & (first < SHAPE.half)
+    rest = 2 * SHAPE.half + tl.arange(0, SHAPE.block_rest)[None, None, :]
+    is_rest = mask & (rest < SHAPE.dim)
     x = tl.load(source + first, mask=inside, other=0.0)
     dtype = x.dtype
     x = x.to(tl.float32)
-    y = tl.load(source + PARTS.half + first, mask=inside, other=0.0).to(tl.float32)
-    if PARTS.dim > 2 * PARTS.half:
+    y = tl.load(source + SHAPE.half + first, mask=inside, other=0.0).to(tl.float32)
+    if SHAPE.dim > 2 * SHAPE.half:
         z = tl.load(source + rest, mask=is_rest, other=0.0).to(tl.float32)
     if NORMS:
         square = tl.sum(x * x, 2, keep_dims=True) + tl.sum(y * y, 2, keep_dims=True)
-        if PARTS.dim > 2 * PARTS.half:
+        if SHAPE.dim > 2 * SHAPE.half:
             square += tl.sum(z * z, 2, keep_dims=True)
-        scale = 1.0 / tl.sqrt(square / PARTS.dim + eps)
+        scale = 1.0 / tl.sqrt(square / SHAPE.dim + eps)
         # Rounded to the model's dtype between norm and rotation, like the reference implementation.
         x = (x * scale * load_shared(weight_ptr + first, inside)).to(dtype).to(tl.float32)
-        y = (y * scale * load_shared(weight_ptr + PARTS.half + first, inside)).to(dtype).to(tl.float32)
-        if PARTS.dim > 2 * PARTS.half:
+        y = (y * scale * load_shared(weight_ptr + SHAPE.half + first, inside)).to(dtype).to(tl.float32)
+        if SHAPE.dim > 2 * SHAPE.half:
             z = (z * scale * load_shared(weight_ptr + rest, is_rest)).to(dtype).to(tl.float32)
-    if PARTS.half > 0:
+    if SHAPE.half > 0:
         cos = load_shared(cos_ptr + first, inside)
         sin = load_shared(sin_ptr + first, inside)
         tl.store(goal + first, convert((x * cos - y * sin).to(dtype), goal), mask=inside)
-        tl.store(goal + PARTS.half + first, convert((y * cos + x * sin).to(dtype), goal), mask=inside)
-    if PARTS.dim > 2 * PARTS.half:
+        tl.store(goal + SHAPE.half + first, convert((y * cos + x * sin).to(dtype), goal), mask=inside)
+    if SHAPE.dim > 2 * SHAPE.half:
         tl.store(goal + rest, convert(z.to(dtype), goal), mask=is_rest)
 
 
 @triton.jit
-def _copy_heads(source, goal, mask, PARTS: tl.constexpr):
+def _copy_heads(source, goal, mask, SHAPE: tl.constexpr):
     """Copy heads in the same masked power-of-two pieces as `_rotate`."""
-    first = tl.arange(0, PARTS.block_half)[None, None, :]
-    rest = 2 * PARTS.half + tl.arange(0, PARTS.block_rest)[None, None, :]
-    if PARTS.half > 0:
-        copy(source + first, goal + first, mask & (first < PARTS.half))
-        copy(source + PARTS.half + first, goal + PARTS.half + first, mask & (first < PARTS.half))
-    if PARTS.dim > 2 * PARTS.half:
-        copy(source + rest, goal + rest, mask & (rest < PARTS.dim))
+    first = tl.arange(0, SHAPE.block_half)[None, None, :]
+    rest = 2 * SHAPE.half + tl.arange(0, SHAPE.block_rest)[None, None, :]
+    if SHAPE.half > 0:
+        copy(source + first, goal + first, mask & (first < SHAPE.half))
+        copy(source + SHAPE.half + first, goal + SHAPE.half + first, mask & (first < SHAPE.half))
+    if SHAPE.dim > 2 * SHAPE.half:
+        copy(source + rest, goal + rest, mask & (rest < SHAPE.dim))
 
 
 @triton.jit

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.moe_spec import MoeSpec
 

@@ -1,21 +1,24 @@
-"""Row-wise kernels: RMSNorm, optionally with the residual's addition and FP8 quantization, and the gated activations.
+"""Row-wise kernels: RMSNorm, optionally with the residual's addition, and the gated activations. Each may end with the
+quantization of its rows to FP8, for products with block-scaled FP8 weights, which also exists alone.
 
 Narrow rows share a program, so that each thread of four warps always has 16 bytes to read.
 """
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, NormedRows
-from penstock.executor.kernels.cuda.dependent import wait_and_allow_next
-from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels import Activation, NormedRows, Quantized
+from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
-from penstock.executor.kernels.eight_bits import FP8_MAX, TINY
+from penstock.executor.kernels.eight_bits import FP8_MAX, TINY, make_quantized
 from penstock.executor.kernels.stored_formats import BLOCK
 
 NORM_BLOCK = 1024  # minimum number of elements per program
+GROUPS = tl.constexpr(8)  # groups of 128 numbers per program: 16 bytes for each thread of four warps
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
 
 
@@ -73,6 +76,28 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+def quantize(x: Tensor, is_gated: bool = False) -> Quantized:
+    """Quantize x or, with `is_gated`, SiLU(first half of a row) * second half."""
+    assert x.stride(1) == 1
+    width = x.shape[1] // 2 if is_gated else x.shape[1]
+    values, scales = make_quantized(len(x), width, x.device)
+    grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
+    _quantize_rows[grid](
+        *(x, values, scales, scales.stride(1)), STRIDE=x.stride(0), WIDTH=width, GATED=is_gated, num_warps=4
+    )
+    return values, scales
+
+
+silu_mul_quantize = partial(quantize, is_gated=True)
+
+
+def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+    values, scales = make_quantized(len(x), x.shape[1], x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_norm(x, residual, weight, values, total, eps, adds=True, scales=scales)
+    return (values, scales), total
+
+
 @kernel
 def _norm(
     x_ptr,
@@ -114,6 +139,32 @@ def _norm(
         mask = (row < rows) & (group < WIDTH // GROUP)
         tl.store(scale_ptrs, tl.reshape(scales, [ROWS, BLOCK // GROUP]), mask=mask)
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _quantize_rows(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    scales_stride,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Quantize some groups of a row. GATED: the values are SiLU(first half of the row) * second half."""
+    wait_and_allow_next()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    is_group = group < WIDTH // GROUP
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * STRIDE + column, mask=is_group[:, None], other=0.0)
+    y = x.to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=is_group[:, None], other=0.0).to(tl.float32)
+        y = (activate(y, "silu") * up).to(x.dtype).to(tl.float32)  # rounded like the reference implementation
+    values, scales = quantize_groups(y)
+    tl.store(values_ptr + row * WIDTH + column, values, mask=is_group[:, None])
+    tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=is_group)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from benchmarks.gpu.cases import Kit, blocks
 
 from penstock.executor.kernels import Fp8Rows
-from penstock.executor.kernels.cuda import fp8, linear_products, tiles
+from penstock.executor.kernels.cuda import linear_products, tiles
+from penstock.executor.kernels.cuda import rows as row_kernels
 from tests.support import cards
 from tests.support.kernel_cases import close, every_dtype, matrix
 from tests.support.paged import random
@@ -21,12 +22,12 @@ def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype
     x, residual = random(3, 384, dtype=dtype).to(device), random(3, 384, dtype=dtype, seed=1).to(device)
     x[1, :128] = 0
     weight = random(384, seed=2).to(device)
-    actual, total = fp8.add_rms_norm_quantize(x, residual, weight, 1e-5)
+    actual, total = row_kernels.add_rms_norm_quantize(x, residual, weight, 1e-5)
     expected, expected_total = eight_bits_twin.add_rms_norm_quantize(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
-    pairs = [(actual, expected), (fp8.quantize(x), quantize(x))]
+    pairs = [(actual, expected), (row_kernels.quantize(x), quantize(x))]
     gate_up = random(3, 512, dtype=dtype, seed=4).to(device)
-    pairs.append((fp8.silu_mul_quantize(gate_up), eight_bits_twin.silu_mul_quantize(gate_up)))
+    pairs.append((row_kernels.silu_mul_quantize(gate_up), eight_bits_twin.silu_mul_quantize(gate_up)))
     for (values, scales), (twin_values, twin_scales) in pairs:
         assert scales.stride() == twin_scales.stride() == (1, 4)
         torch.testing.assert_close(scales, twin_scales, rtol=2e-2 if dtype is torch.bfloat16 else 2e-3, atol=0)
@@ -40,7 +41,11 @@ def test_a_nan_stays_one_in_eight_bits(device: torch.device) -> None:
     """Plain minima and maxima of a GPU drop NaN, which would become -448."""
     x, weight = random(2, 512, dtype=torch.bfloat16).to(device), torch.ones(512, device=device)
     x[1, 130] = torch.nan
-    for quantized in (fp8.quantize(x), fp8.add_rms_norm_quantize(x, x, weight, 1e-5)[0], fp8.silu_mul_quantize(x)):
+    for quantized in (
+        row_kernels.quantize(x),
+        row_kernels.add_rms_norm_quantize(x, x, weight, 1e-5)[0],
+        row_kernels.silu_mul_quantize(x),
+    ):
         wide = widen_rows(quantized)
         assert wide[1, 130].isnan() and wide[0].isfinite().all()
 

@@ -17,7 +17,8 @@ from benchmarks.gpu.cases import Kit, blocks, packed, plain
 from triton.runtime import interpreter
 
 from penstock.executor.kernels import NO_EXTRAS, Fp8Rows, ScoreExtras
-from penstock.executor.kernels.cuda import attention_ops, fp8, linear_products, tiles
+from penstock.executor.kernels.cuda import attention_ops, linear_products, tiles
+from penstock.executor.kernels.cuda import rows as row_kernels
 from penstock.executor.kernels.cuda.ops import InvariantOps
 from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.protocol import Sampling
@@ -29,7 +30,7 @@ from tests.support.paged import Cache, attend, random
 from tests.support.recurrent import Layer, States, batch_of
 from tests.support.twins import torch_ops
 
-OPS = InvariantOps(fp8)
+OPS = InvariantOps(row_kernels)
 Rows = list[tuple[int, int, int]]
 
 
@@ -166,7 +167,7 @@ def test_products_with_codes(device: torch.device, fields: dict[str, Any]) -> No
 @pytest.mark.slow_in_interpreter
 def test_products_of_eight_bits(device: torch.device) -> None:
     weight, x = blocks(Kit(device, torch.float32), 200, 384), random(150, 384, dtype=torch.bfloat16).to(device)
-    alike(lambda rows: OPS.linear(Fp8Rows(fp8.quantize(rows), torch.bfloat16), weight), x, (1, 17, 65))
+    alike(lambda rows: OPS.linear(Fp8Rows(row_kernels.quantize(rows), torch.bfloat16), weight), x, (1, 17, 65))
 
 
 @pytest.mark.slow_in_interpreter
