@@ -3,8 +3,9 @@
 Two kinds cover the supported models: `gpt2`, byte-level BPE whose merges are in the file, and `llama`, SentencePiece
 BPE with a score per token and no merges. Key names and token types are those of the GGUF specification.
 
-A file only names its way of splitting text before byte-level BPE; the regular expressions here are those of the models'
-tokenizer.json files. A wrong one raises no error but silently degrades the model, so unknown names are refused.
+A file only names its way of splitting text before byte-level BPE; the regular expressions in gguf_tokenizer.json are
+those of the models' tokenizer.json files. A wrong one raises no error but silently degrades the model, so unknown names
+are refused.
 """
 
 from collections.abc import Iterable
@@ -20,73 +21,38 @@ from penstock.engine.text.tokenizer import Tokenizer, refusing
 from penstock.executor.gguf_header import GgufHeader
 from penstock.executor.protocol import ExecutorError
 
-CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
-QWEN2 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{TAIL}"
-QWEN35 = rf"{CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{TAIL}"
-# Words that end in lower case, and words that end in upper case.
-LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-TEKKEN = rf"{LOWER}|{UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
-GPT4O = rf"{LOWER}{CONTRACTION}?|{UPPER}{CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
-DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{TAIL}",
-)
 
-
-class Split(msgspec.Struct, frozen=True):
+class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pre-tokenization scheme. Each expression splits the pieces that the previous expressions produced."""
 
-    expressions: tuple[str, ...]
+    names: tuple[str, ...]  # in files
+    expressions: tuple[str, ...]  # names of entries in `expressions` of the table
     nfc: bool = False  # normalize to Unicode NFC first
     whole_words: bool = False  # a word that is a token is used without applying merges
     add_bos: bool = False  # default if the file does not specify it
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        cuts = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in self.expressions]
+        alternatives = [TABLE.expressions[name] for name in self.expressions]
+        cuts = [pre_tokenizers.Split(Regex("|".join(each)), behavior="isolated") for each in alternatives]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-SPLITS: dict[str, Split] = {
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Split((LLAMA3,), whole_words=True, add_bos=True)
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Split((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), nfc=True)),
-    "qwen35": Split((QWEN35,), nfc=True),
-    "tekken": Split((TEKKEN,), whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Split((GPT4O,))),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(DEEPSEEK3)),
-    "seed-coder": Split((QWEN2.replace(r"+[\r\n]*|", "+|"),)),  # as Qwen2, but line ends are separate words
-    # Every digit is a separate word.
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), Split((r"\p{N}", GPT2))),
-    "command-r": Split((r"\p{N}", GPT2), nfc=True),
-    **dict.fromkeys(("gpt-2", "phi-2"), Split((GPT2,))),
-    "default": Split((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),  # the scheme of llama.cpp under this name
-    **dict.fromkeys(("mpt", "olmo"), Split((GPT2,), nfc=True)),
-}
+class TokenizerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of gguf_tokenizer.json."""
 
+    expressions: dict[str, tuple[str, ...]]  # the alternatives of a regular expression, in order
+    splits: tuple[Split, ...]  # "default" is the scheme of llama.cpp under this name
+    special_tokens: dict[str, str]  # name of a special token → its key in the file ("seperator": sic)
+    # Control tokens that end a turn or a text in every vocabulary that has them. GGUF files name one or two of them (eos,
+    # eot); the generation_config.json of the same models lists the others.
+    end_tokens: frozenset[str]
+
+
+TABLE = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=TokenizerTable)
+SPLITS = {name: split for split in TABLE.splits for name in split.names}
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # SentencePiece's character for a space
-
-# Control tokens that end a turn or a text in every vocabulary that has them. GGUF files name one or two of them (eos,
-# eot); the generation_config.json of the same models lists the others.
-END_TOKENS = frozenset(
-    ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>"]
-)
-NAMED = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "pad_token": "padding",
-    "sep_token": "seperator",  # sic
-}
 MAX_TOKEN_CHARS = 1024  # finding a token's merges is quadratic in its length; the longest known have 128 spaces
 
 
@@ -147,14 +113,14 @@ class _Vocabulary:
         return (token_id for token_id, kind in enumerate(self.types) if kind in types)
 
     def special_tokens(self) -> dict[str, str]:
-        ids = {name: self.token_id(key) for name, key in NAMED.items()}
+        ids = {name: self.token_id(key) for name, key in TABLE.special_tokens.items()}
         return {name: self.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
     def eos_ids(self) -> frozenset[int]:
         named = {token_id for key in ("eos", "eot", "eom") if (token_id := self.token_id(key)) is not None}
         control = {self.tokens[token_id]: token_id for token_id in self.ids_of(CONTROL)}
         harmony = {"<|return|>", "<|call|>"}  # of gpt-oss, where <|end|> only ends a message within an answer
-        texts = END_TOKENS | (harmony if harmony <= control.keys() else {"<|end|>"})
+        texts = TABLE.end_tokens | (harmony if harmony <= control.keys() else {"<|end|>"})
         return frozenset(named - {control.get("<|end|>")} | {control[text] for text in texts & control.keys()})
 
     def backend(self) -> Backend:

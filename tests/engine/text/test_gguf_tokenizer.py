@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, normalizers
+from tokenizers import normalizers
 
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles
-from penstock.engine.text.gguf_tokenizer import SPLITS
+from penstock.engine.text.gguf_tokenizer import SPLITS, TABLE
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.gguf_header import GgufHeader
@@ -152,7 +152,9 @@ def test_every_scheme_builds_and_loses_no_character() -> None:
         for text in samples.texts(100):
             pieces = [piece for piece, _ in cutter.pre_tokenize_str(text)]
             assert sum(map(len, pieces)) == len(text.encode()), (name, text)
-        assert all(Regex(expression) for expression in split.expressions)
+    used = {expression for split in TABLE.splits for expression in split.expressions}
+    assert used == TABLE.expressions.keys(), "every expression of the table is part of a scheme"
+    assert len(SPLITS) == sum(len(split.names) for split in TABLE.splits), "a name stands for one scheme"
 
 
 def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
