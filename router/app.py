@@ -31,8 +31,7 @@ from penstock.router.http.edge import ClientConnection, Edge, headers_of
 from penstock.router.http.heads import ClientRequest, Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.metrics import RouterMetrics
-from penstock.router.placement.prepared_request import NOTHING, PreparedRequest, RequestFields
-from penstock.router.placement.prompts import PromptReader
+from penstock.router.placement.prompts import NOTHING, PreparedRequest, PromptReader, RequestFields
 
 LOOK_S = 0.5  # between two looks at running requests and at the loop's lag
 JSON = [(b"content-type", b"application/json")]

@@ -22,8 +22,7 @@ from penstock.router.http.heads import AnswerHead, ClientRequest
 from penstock.router.leg import NO_SPAN, Leg, LegSpan
 from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.load import Charge
-from penstock.router.placement.prepared_request import PreparedRequest
-from penstock.router.placement.prompts import CHAT, COMPLETIONS
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PreparedRequest
 from penstock.router.prefill import PrefillLeg, start_prefill
 from penstock.router.routes import is_repeatable
 

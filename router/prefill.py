@@ -22,8 +22,7 @@ from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
 from penstock.router.leg import Leg, LegSpan
 from penstock.router.placement.load import Charge
-from penstock.router.placement.prepared_request import PreparedRequest
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, RENDERED
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, RENDERED, PreparedRequest
 
 HINT = "kv_transfer_params"
 KEPT_WITH_IDS = frozenset({"model", "cache_salt", "priority"})

@@ -1,8 +1,7 @@
 """The routes of a router: those that it answers itself, and those that it passes to a replica."""
 
 from penstock.router.http.heads import ClientRequest
-from penstock.router.placement.prepared_request import RequestFields
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, EMBEDDINGS, PROMPTS
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, EMBEDDINGS, PROMPTS, RequestFields
 
 RESPONSES = "/v1/responses"
 STORED = "/v1/responses/"  # before the id of a response that a replica stores

@@ -12,8 +12,7 @@ import msgspec
 from penstock.engine.http.body import split_object
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
-from penstock.router.placement.prepared_request import RequestFields
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader, RequestFields
 
 SAMPLE = "Grüße, 42 of them:\n\n\tone  two — three"
 

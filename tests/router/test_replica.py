@@ -26,8 +26,7 @@ from penstock.router.fleet.replica import (
 )
 from penstock.router.http.upstream import ConnectFailed
 from penstock.router.placement.placement import ReplicaInfo
-from penstock.router.placement.prepared_request import RequestFields
-from penstock.router.placement.prompts import COMPLETIONS, PromptReader
+from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
 from tests.engine.server.test_adapters_api import UNLOAD, load
 from tests.engine.server.test_control_api import update
 from tests.support.fake_engine import byte_tokenizer

@@ -18,8 +18,7 @@ from penstock.engine.text.template import ChatTemplate, text_digest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
-from penstock.router.placement.prepared_request import PreparedRequest, RequestFields
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, PromptReader
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, PreparedRequest, PromptReader, RequestFields
 from penstock.router.placement.segments import SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.refusals import cases, table

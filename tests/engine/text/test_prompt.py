@@ -20,8 +20,7 @@ from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
 from penstock.engine.text.template import ChatTemplate
-from penstock.router.placement.prepared_request import RequestFields
-from penstock.router.placement.prompts import CHAT, PromptReader
+from penstock.router.placement.prompts import CHAT, PromptReader, RequestFields
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 from tests.support.refusals import cases
 
