@@ -13,8 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from penstock.engine.core.grammars import CompileJob, GrammarRefused, GrammarState
-from penstock.engine.grammar.compile_limits import LIMITS, start_thread
-from penstock.engine.grammar.library_errors import shortened
+from penstock.engine.grammar.library import LIMITS, shortened, start_thread
 from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.matcher import Lexer, Matcher
 from penstock.engine.grammar.vocabulary import GrammarVocabulary

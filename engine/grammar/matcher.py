@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from penstock.engine.grammar.library_errors import shortened
+from penstock.engine.grammar.library import shortened
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it

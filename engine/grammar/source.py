@@ -5,7 +5,7 @@ high temperature can write whitespace until it reaches max_tokens, and its outpu
 """
 
 from penstock.engine.grammar.json_schema import lark_json, prepared
-from penstock.engine.grammar.library_errors import shortened
+from penstock.engine.grammar.library import shortened
 from penstock.engine.grammar.rules import Rules, schema_json
 from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest

@@ -8,8 +8,7 @@ import asyncio
 from concurrent.futures import Future
 
 from penstock.engine.config import COMPILE_LIMIT_S
-from penstock.engine.grammar.compile_limits import LIMITS, start_thread
-from penstock.engine.grammar.library_errors import shortened
+from penstock.engine.grammar.library import LIMITS, shortened, start_thread
 
 MAX_CHECKS = 2  # at once, so that one slow grammar does not delay the others
 

@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLParserLimits
 from penstock.engine.core import grammars
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar import compiler as compiler_module
-from penstock.engine.grammar.compile_limits import LIMITS
 from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.library import LIMITS
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.validator import Validator
