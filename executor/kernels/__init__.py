@@ -176,33 +176,17 @@ class Ops(Protocol):
         `linear` computes it in float32."""
 
     @property
-    def fused_experts(self) -> "FusedExperts | None":
-        """A kernel for all experts of a layer; None: the experts are computed one by one."""
+    def fused_experts(self) -> Callable[..., Tensor] | None:
+        """(hidden, expert_slots, shares, gate_up, down, first, activation, added, biases): the weighted sum of the experts
+        in the slots first … first + S - 1, plus `added`, in one call: hidden [T, H], expert_slots and shares [T, k], gate_up
+        [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks are skipped. The stacked weights are
+        `Numbers`, `Blocks`, `Packed` or `Mxfp4`; `biases` are those of the two products, [S, 2 I] and [S, H], or None.
+        Without a gate (`UNGATED`), 2 I is I. None: the experts are computed one by one."""
 
     @property
     def blocks(self) -> "BlockOps | None":
         """Quantizes the inputs of products with `Blocks`; None: such weights are dequantized at load time, and there
         are no FP8 pages."""
-
-
-class FusedExperts(Protocol):
-    """Computes the experts of a layer in one call. The stacked weights are `Numbers`, `Blocks`, `Packed` or `Mxfp4`."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        expert_slots: Tensor,
-        shares: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        first: int,
-        activation: Activation,
-        added: Tensor | None = None,
-        biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Tensor:
-        """Return the weighted sum of the experts in the slots first … first + S - 1, plus `added`: hidden [T, H],
-        expert_slots and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. Entries with slots of other ranks
-        are skipped. `biases` are those of the two products, [S, 2 I] and [S, H]. Without a gate (`UNGATED`), 2 I is I."""
 
 
 class BlockOps(Protocol):

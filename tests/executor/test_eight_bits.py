@@ -1,6 +1,7 @@
 """Checkpoints in eight bits with scales per block: a CPU computes with their values, a GPU's kernels in eight bits."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.executor.kernels import FusedExperts
 from penstock.executor.kernels.linear import join_blocks
 from penstock.executor.kernels.stored_formats import BLOCKS
 from penstock.executor.kernels.weight import Weight, plain_weight
@@ -27,7 +27,9 @@ from tests.support.twins.experts import fused_experts
 CPU = torch.device("cpu")
 
 
-def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
+def in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, fused: Callable[..., torch.Tensor] | None = None, **changes: Any
+) -> None:
     """Compute with eight-bit weights as on a GPU, with the twins for kernels."""
     blocks = changed(eight_bits_twin, **changes)
     ops = changed(torch_ops, blocks=blocks, fused_experts=fused)

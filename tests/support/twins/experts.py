@@ -1,4 +1,4 @@
-"""`FusedExperts` in plain torch: the oracle of the Triton kernels."""
+"""`Ops.fused_experts` in plain torch: the oracle of the Triton kernels."""
 
 import torch
 import torch.nn.functional as F

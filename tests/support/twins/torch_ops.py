@@ -3,6 +3,7 @@
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,6 @@ from penstock.executor.kernels import (
     Activation,
     BlockOps,
     Fp8Rows,
-    FusedExperts,
     KeyStore,
     LatentStore,
     NormedRows,
@@ -31,7 +31,7 @@ from tests.support.twins import recurrent as recurrent_twin
 
 wide_linear = None
 
-fused_experts: FusedExperts | None = None
+fused_experts: Callable[..., Tensor] | None = None
 blocks: BlockOps | None = None
 has_packed = False
 max_normed_rows = 0
