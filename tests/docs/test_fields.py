@@ -11,13 +11,7 @@ from msgspec import Meta
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server import requests as schema
 from penstock.engine.server.other_fields import OTHER_FIELDS
-from penstock.engine.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    GenerateRequest,
-    PromptRequest,
-)
+from penstock.engine.server.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from penstock.engine.text.prompt import RENDERING
 from tests.docs.test_pages import ROOT
 
@@ -37,7 +31,7 @@ def rows(heading: str) -> dict[str, str]:
         ("field", COMMON),
         ("completions", {*CompletionRequest.__struct_fields__} - COMMON),
         ("chats", {*ChatRequest.__struct_fields__} - COMMON),
-        ("embeddings", {*EmbeddingRequest.__struct_fields__} - {*PromptRequest.__struct_fields__}),
+        ("embeddings", {*EmbeddingRequest.__struct_fields__} - {*schema.PromptRequest.__struct_fields__}),
     ],
 )
 def test_every_field_has_a_row(heading: str, fields: set[str]) -> None:
@@ -51,7 +45,9 @@ def limits(kind: Any) -> list[Meta]:
 
 
 def test_the_rows_have_the_limits_of_their_fields() -> None:
-    types = get_type_hints(SamplingParams, include_extras=True) | get_type_hints(GenerateRequest, include_extras=True)
+    types = get_type_hints(SamplingParams, include_extras=True) | get_type_hints(
+        schema.GenerateRequest, include_extras=True
+    )
     documented, num_checked = rows("field"), 0
     for name in documented.keys() & types.keys():
         for limit in limits(types[name]):

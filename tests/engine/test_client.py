@@ -27,7 +27,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle_engine import oracle_engine
-from tests.support.programs import Program, all_gone
+from tests.support.programs import EndlessProgram, all_gone
 from tests.support.running_server import comes_true
 from tests.support.simulation import alone, submit
 
@@ -247,9 +247,8 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) ->
         asyncio.run(run())
         """
     )
-    parent = Program("-c", script, TMPDIR=str(tmp_path))
+    parent = EndlessProgram("-c", script, TMPDIR=str(tmp_path))
     core = int(parent.line(""))
-    parent.process.kill()
     parent.end()
     assert all_gone([core])
     assert list(tmp_path.iterdir()) == []

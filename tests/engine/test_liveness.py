@@ -3,13 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from penstock.engine.front.liveness import RUNAWAY_S, SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
-from tests.support.programs import Program
+from tests.support.programs import EndlessProgram, Program
+from tests.support.running_server import until
 
 
 class Rig:
@@ -70,35 +69,22 @@ def test_the_delay_of_the_server_itself_is_not_the_cores_silence() -> None:
     assert rig.liveness.verdict == "heard" and rig.liveness.silent_s < 1.0
 
 
-@contextmanager
-def program(code: str) -> Iterator[int]:
-    started = Program("-c", code)
-    try:
-        started.line("on")
-        yield started.process.pid
-    finally:
-        started.process.kill()
-        started.end()
-
-
-def seen(pid: int, state: str) -> ProcessLook:
-    deadline_s = time.monotonic() + 60.0
-    while True:
-        look = look_at(pid)
-        if look is not None and look.state in state:
-            return look
-        assert time.monotonic() < deadline_s, look
+def seen(program: Program, state: str) -> ProcessLook:
+    """Return what is seen of a program once it is in this state."""
+    while (look := look_at(program.process.pid)) is None or look.state != state:
         time.sleep(0.01)
+    return look
 
 
 def test_real_processes_are_seen_as_they_are() -> None:
-    with program("print('on', flush=True)\nwhile True: pass") as busy:
+    with EndlessProgram("-c", "print('on', flush=True)\nwhile True: pass") as busy:
+        busy.line("on")
         first = seen(busy, "R")
         assert first.is_runnable
-        while seen(busy, "R").cpu_s < first.cpu_s + 0.05:
-            time.sleep(0.01)
-        os.kill(busy, signal.SIGSTOP)
+        until(lambda: seen(busy, "R").cpu_s >= first.cpu_s + 0.05)
+        os.kill(busy.process.pid, signal.SIGSTOP)
         assert not seen(busy, "T").is_runnable
-    with program("import time; print('on', flush=True); time.sleep(600)") as asleep:
+    with EndlessProgram("-c", "import time; print('on', flush=True); time.sleep(600)") as asleep:
+        asleep.line("on")
         assert not seen(asleep, "S").is_runnable
-    assert look_at(asleep) is None
+    assert look_at(asleep.process.pid) is None

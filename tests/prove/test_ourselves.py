@@ -70,14 +70,8 @@ def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.Captu
     """Small random ones behind the default model's tokenizer."""
     write_folder(None, tmp_path)
     name, fields = RECURRENT[case]
-    own = {
-        "vocab_size": 49_152,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
-    }
-    random_model(name, {**fields, **own}).save_pretrained(tmp_path)
+    sizes, ends = {"vocab_size": 49_152, "max_position_embeddings": 2048}, {"bos_token_id": 1, "eos_token_id": 2}
+    random_model(name, {**fields, **sizes, **ends, "pad_token_id": 2}).save_pretrained(tmp_path)
     capsys.readouterr()
     code = main(["prove", "--model", str(tmp_path), "--exact", "--requests", "100", "--concurrency", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

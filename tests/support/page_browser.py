@@ -85,11 +85,7 @@ class Page:
         """Fill in the drawer. Numbers are found by the name of their field, all else by id."""
         self.click("#settings-open")
         for name, value in fields.items():
-            control = self.locator(f"#settings [data-field={name}], #settings #{name}")
-            if control.evaluate("e => e.tagName") == "SELECT":
-                control.select_option(value)
-            else:
-                control.fill(value)
+            self.fill(f"#settings [data-field={name}], #settings #{name}", value)
         self.keyboard.press("Escape")
 
     def answer_with(self, *bodies: str) -> None:
@@ -102,9 +98,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def visit(
-    browser: Any, url: str, *, may_complain: bool = False, viewport: Any = None, color_scheme: str | None = None
-) -> Iterator[Page]:
+def visit(browser: Any, url: str, *, may_complain: bool = False, viewport: Any = None) -> Iterator[Page]:
     """Open a page in a tab of its own, with nothing stored. At the end its console must be empty."""
     complaints: list[str] = []
     first = browser.pages[0]
@@ -113,7 +107,6 @@ def visit(
         first.evaluate("localStorage.clear()")
     page = browser.new_page()
     page.set_default_timeout(TIMEOUT_MS)
-    page.emulate_media(color_scheme=color_scheme)
     if viewport is not None:
         page.set_viewport_size(viewport)
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,11 +71,19 @@ class Program:
         self.process.stdout.close()
         self._errors.close()
 
-    def __enter__(self) -> "Program":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.end()
+
+
+class EndlessProgram(Program):
+    """A program that does not end by itself."""
+
+    def end(self) -> None:
+        self.process.kill()
+        super().end()
 
 
 class Command:

@@ -175,8 +175,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-async def comes_true(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
+async def comes_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -1,12 +1,11 @@
 """The server's life, as a process of its own: signals, drain, the engine's death, exit codes."""
 
-import contextlib
 import json
 import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -22,8 +21,8 @@ from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.text.template import ChatTemplate
-from tests.support.programs import Program
-from tests.support.refusals import hardest, table
+from tests.support.programs import EndlessProgram
+from tests.support.refusals import hardest, hardest_rows, table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -52,8 +51,10 @@ sys.exit(uvloop.run(main()))
 BACKGROUND = ("bash", "-c", "trap '' INT; exec \"$@\"", "bash")
 
 
-class Process(Program):
-    def __init__(self, drain_timeout_s: float, before: Sequence[str]) -> None:
+class Server(EndlessProgram):
+    """The server as a process. `before`: the words of a command that runs it."""
+
+    def __init__(self, drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> None:
         super().__init__("-c", PROGRAM, str(drain_timeout_s), before=before)
         self.url = self.line("http")
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -68,17 +69,21 @@ class Process(Program):
         self._errors.seek(0)
         return self._errors.read()
 
+    def end(self) -> None:
+        self.http.close()
+        super().end()
+
 
 THREADS = ThreadPoolExecutor()
 
 
-def begin_stream(process: Process) -> Future[list[str]]:
+def begin_stream(server: Server) -> Future[list[str]]:
     """Request a stream of 900 tokens, and return its events, of which the first has come."""
     has_begun, events = threading.Event(), list[str]()
 
     def read() -> list[str]:
         body = {"prompt": "abc", "max_tokens": 900, "stream": True}
-        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             try:
                 for line in filter(None, answer.iter_lines()):
                     events.append(line.removeprefix("data: "))
@@ -92,33 +97,16 @@ def begin_stream(process: Process) -> Future[list[str]]:
     return stream
 
 
-@contextlib.contextmanager
-def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterator[Process]:
-    """Run the server as a process. `before`: the words of a command that runs it."""
-    started = Process(drain_timeout_s, before)
-    try:
-        yield started
-    finally:
-        started.http.close()
-        started.process.kill()
-        started.end()
-
-
 def text(events: list[str]) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events if event != "[DONE]")
 
 
-@pytest.mark.parametrize(
-    ("before", "number"),
-    [
-        (BACKGROUND, signal.SIGINT),
-        pytest.param((), signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param((), signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(BACKGROUND, signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+WAYS = [(before, number) for before in (BACKGROUND, ()) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("before", "number"), hardest_rows(WAYS, WAYS[:1]))
 def test_a_first_signal_finishes_requests_and_refuses_new_ones(number: signal.Signals, before: Sequence[str]) -> None:
-    with process(before=before) as server:
+    with Server(before=before) as server:
         stream = begin_stream(server)
         assert server.http.get("/ready").status_code == 200
         server.signal(number)
@@ -136,7 +124,7 @@ def test_a_first_signal_finishes_requests_and_refuses_new_ones(number: signal.Si
 
 
 def test_a_second_signal_ends_the_server_and_the_log_has_no_prompt_and_no_key() -> None:
-    with process() as server:
+    with Server() as server:
         body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
         headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
         server.http.post("/v1/completions?canary-query", json=body, headers=headers)
@@ -165,7 +153,7 @@ ENDS = {  # the time to drain, the signals, and the message of the error, with w
 @pytest.mark.parametrize("why", hardest(ENDS, *({*ENDS} - {"the engine is dead"})))
 def test_answers_that_the_server_ends_say_so_and_the_exit_code_does(why: str) -> None:
     drain_timeout_s, numbers, message = ENDS[why]
-    with process(drain_timeout_s) as server:
+    with Server(drain_timeout_s) as server:
         stream = begin_stream(server)
         server.signal(numbers[0])
         for number in numbers[1:]:

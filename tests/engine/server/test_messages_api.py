@@ -1,10 +1,10 @@
 """/v1/messages, as Anthropic's own package sends and reads them; what it sends is written out where it may be missing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import httpx
 import pytest
@@ -90,7 +90,9 @@ def test_the_package_reads_the_list_of_models(qwen: Running, client: Any) -> Non
 
 def test_half_a_character_sends_no_piece() -> None:
     """A router is answered with the first piece; an empty one would come before there is an answer."""
-    call = SimpleNamespace(reports=False, answers=[Arriving()])
+    answer = MagicMock(prompt_logprobs=None)
+    answer.__aiter__.return_value = [[Update(0, token_ids=[195])]]
+    call = SimpleNamespace(reports=False, answers=[answer])
     service = SimpleNamespace(seen=lambda _answer, updates: updates)
     writer = SimpleNamespace(take=Mock(), end=AsyncMock(), taken=lambda: b"")
 
@@ -98,15 +100,6 @@ def test_half_a_character_sends_no_piece() -> None:
         return [piece async for piece in write(cast(Any, service), cast(Any, call), cast(Any, writer))]
 
     assert asyncio.run(pieces()) == []
-
-
-class Arriving:
-    """An answer of which half a character has arrived."""
-
-    prompt_logprobs = None
-
-    async def __aiter__(self) -> AsyncIterator[list[Update]]:
-        yield [Update(0, token_ids=[195])]
 
 
 @pytest.mark.parametrize("content", ["", []])
