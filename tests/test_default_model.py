@@ -20,10 +20,7 @@ from tests.support.default_file import needs_model
 from tests.support.oracle_engine import SECRET
 from tests.support.peer_rig import free_addresses, until
 
-pytestmark = [
-    needs_model,
-    pytest.mark.timeout(900),
-]
+pytestmark = [needs_model, pytest.mark.timeout(900)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
 
@@ -34,30 +31,19 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_it_answers_a_question_in_its_chat_format(llm: LLM) -> None:
-    (result,) = llm.chat(QUESTION, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
-    assert "Paris" in result.outputs[0].text and result.outputs[0].finish_reason == "stop"
-
-
-def test_a_script_written_for_vllm_runs(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+def test_it_answers_a_question_in_its_chat_format_however_it_is_asked(llm: LLM) -> None:
+    tokenizer, params = llm.get_tokenizer(), SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)
     prompt = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
     assert isinstance(prompt, str) and tokenizer.decode(tokenizer.encode(prompt)) == prompt
-    params = llm.get_default_sampling_params()
-    assert params.temperature < 0.5  # the bundled model rambles at 1
-    (result,) = llm.generate({"prompt": prompt}, SamplingParams(temperature=0.0, logprobs=1), use_tqdm=False)
+    assert llm.get_default_sampling_params().temperature < 0.5  # the bundled model rambles at 1
+    (asked,), (result,) = llm.chat(QUESTION, params), llm.generate({"prompt": prompt}, params)
     (choice,) = result.outputs
-    assert "Paris" in choice.text
+    assert asked.outputs == [choice] and "Paris" in choice.text and choice.finish_reason == "stop"
     assert choice.logprobs is not None
     for token, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
         assert logprobs[token].rank == 1 and logprobs[token].decoded_token == tokenizer.decode(token)
-    (named,) = llm.chat(
-        QUESTION,
-        SamplingParams(temperature=0.0, max_tokens=8),
-        use_tqdm=False,
-        chat_template="{% for m in messages %}{{ prefix }}{{ m.content }}{% endfor %}",
-        chat_template_kwargs={"prefix": "Q: "},
-    )
+    template = "{% for m in messages %}{{ prefix }}{{ m.content }}{% endfor %}"
+    (named,) = llm.chat(QUESTION, params, chat_template=template, chat_template_kwargs={"prefix": "Q: "})
     assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
 
 
@@ -67,18 +53,17 @@ def hot(form: StructuredOutputs | None, n: int = 1, max_tokens: int = 900) -> Sa
 
 
 def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -> None:
-    forms = [
-        (StructuredOutputs(regex=r"[A-Z][a-z]{2,8}, \d{1,2} [A-Z][a-z]{2,8} \d{4}"), None),
-        (StructuredOutputs(choice=["Paris", "Berlin", "Rome"]), "Paris|Berlin|Rome"),
-        (StructuredOutputs(grammar='start: "(" /[0-9]{1,3}/ (("+" | "-") /[0-9]{1,3}/)~0..3 ")"'),
-         r"\(\d{1,3}([+-]\d{1,3}){0,3}\)"),
-    ]  # fmt: skip
+    date, sums = r"[A-Z][a-z]{2,8}, \d{1,2} [A-Z][a-z]{2,8} \d{4}", r"\(\d{1,3}([+-]\d{1,3}){0,3}\)"
+    forms = {
+        date: StructuredOutputs(regex=date),
+        "Paris|Berlin|Rome": StructuredOutputs(choice=["Paris", "Berlin", "Rome"]),
+        sums: StructuredOutputs(grammar='start: "(" /[0-9]{1,3}/ (("+" | "-") /[0-9]{1,3}/)~0..3 ")"'),
+    }
     free = hot(None, max_tokens=30)
-    results = llm.chat([QUESTION] * 5, [free, *(hot(form, n=3) for form, _ in forms), free], use_tqdm=False)
-    for (form, pattern), result in zip(forms, results[1:4], strict=True):
+    results = llm.chat([QUESTION] * 5, [free, *(hot(form, n=3) for form in forms.values()), free], use_tqdm=False)
+    for pattern, result in zip(forms, results[1:4], strict=True):
         for choice in result.outputs:
-            regex = pattern or form.regex
-            assert regex is not None and re.fullmatch(regex, choice.text), choice.text
+            assert re.fullmatch(pattern, choice.text), choice.text
     assert results[0].outputs[0].token_ids == results[4].outputs[0].token_ids
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,20 +21,7 @@ from benchmarks.export import save_tokenizer
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.programs import ROOT, Command, all_gone
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-}
-
+MODEL: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 BODY = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
 pytestmark = pytest.mark.timeout(400)  # importing torch, several times, on any machine

@@ -17,6 +17,7 @@ from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
 from tests.docs.test_commands import check_penstock
 from tests.docs.test_pages import ROOT
+from tests.support.refusals import cases
 from tests.support.running_server import running
 
 DEPLOY = ROOT / "deploy"
@@ -43,11 +44,8 @@ class Pod:
         self.volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
 
 
-RESOURCES = [
-    resource
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-    for resource in yaml.safe_load_all(path.read_text())
-]
+_MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+RESOURCES = [resource for path in _MANIFESTS for resource in yaml.safe_load_all(path.read_text())]
 PODS = {each["metadata"]["name"]: Pod(each) for each in RESOURCES if each["kind"] == "Deployment"}
 REPLICA, ROUTER, BEHIND_PICKER = (PODS[f"penstock-{name}"] for name in ("replica", "router", "llm-d"))
 
@@ -111,10 +109,8 @@ def test_the_endpoint_picker_of_llm_d_finds_the_servers_their_tokens_and_their_e
     assert {each["pluginRef"] for each in used} == plugins.keys() - {"token-producer"}
     options = dict(word.removeprefix("--").split("=", 1) for word in BEHIND_PICKER.command[2:])
     model, sent = options["served-model-name"], json.loads(options["kv-events-config"])
-    assert plugins["token-producer"] == {
-        "modelName": model,
-        "vllm": {"url": f"http://penstock-render:{PORTS['serve']}"},
-    }
+    renderer = {"url": f"http://penstock-render:{PORTS['serve']}"}
+    assert plugins["token-producer"] == {"modelName": model, "vllm": renderer}
     assert sent["topic"] == f"kv@$(POD_IP):{PORTS['serve']}@{model}"
     index = plugins["precise-prefix-cache-producer"]
     assert index["tokenProcessorConfig"] == {"blockSizeTokens": int(options["block-size"])}
@@ -150,18 +146,7 @@ def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> N
     assert allowed <= {path.name for path in ROOT.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("command", "address"),
-    [
-        ("/opt/penstock/bin/python /opt/penstock/bin/penstock serve --host 0.0.0.0 ", ("127.0.0.1", PORTS["serve"])),
-        ("docker-init -- penstock route --discover file:x --host :: --port 9000", ("::1", 9000)),
-        ("penstock route --backend http://a:1 --host=10.0.0.5 --port=81", ("10.0.0.5", 81)),
-        ("penstock route --discover dns:replica:8000", ("127.0.0.1", PORTS["route"])),
-        ("penstock serve --port 1 some/model --port 2", ("127.0.0.1", 2)),
-        ("penstock bench serve --port 81", None),
-        ("sleep infinity", None),
-    ],
-)
+@pytest.mark.parametrize(("command", "address"), cases(__file__, "commands of images", PORTS=PORTS))
 def test_the_health_check_asks_where_the_command_listens(command: str, address: tuple[str, int] | None) -> None:
     assert health.listening_address(command) == address
 

@@ -150,7 +150,7 @@ def test_a_request_is_held_to_its_options_and_answered(servers: dict[str, Runnin
 
 # Fields that clients send back inside messages and tools, from other servers or for them.
 CLIENT_FIELDS: dict[str, Any] = TABLE["fields of clients"]
-# Those of them that an API has itself.
+# The fields of clients that an API declares itself.
 DECLARED: dict[str, list[str]] = TABLE["declared fields of clients"]
 
 

@@ -145,14 +145,6 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
 # Models that were not made for tools.
 
 
-def test_tokenizing_a_chat_counts_what_the_chat_would_be_shown(qwen: Running) -> None:
-    for choice in ("auto", "none"):
-        asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-        ids = qwen.post("/tokenize", asked).json()["tokens"]
-        assert qwen.chat(**asked).json()["usage"]["prompt_tokens"] == len(ids)
-        assert qwen.engine.submitted[-1][0] == ids
-
-
 def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
     source = "{% for t in tools or [] %}{{ t }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     unknown = ChatTemplate(source)
