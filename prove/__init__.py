@@ -11,10 +11,10 @@ repeat.py write reports and scripts.
 
 import argparse
 import asyncio
-from dataclasses import replace
 from importlib import import_module
 
-from .options import ProveError, ProveOptions, add_arguments, chosen
+from .journal import cancelled_by_signals
+from .options import FILES, ProveError, ProveOptions, add_arguments, chosen
 from .report import exit_code
 from .session import CASES, list_cases, prove
 
@@ -25,7 +25,7 @@ USER_ERRORS = (ProveError,)
 
 def run(args: argparse.Namespace) -> int:
     """Prove the server or start servers to prove. Print a table and a line of JSON for each run; return 0 without
-    findings, 1 with findings, and 3 if too few answers arrived in time to tell."""
+    findings, 1 with findings, 3 if too few answers arrived in time to tell, and 4 if a signal ended the run early."""
     options = ProveOptions.of(args)
     chosen("case", options.cases, CASES)  # refuses unknown names before a server is started
     if options.lists_cases:
@@ -33,14 +33,22 @@ def run(args: argparse.Namespace) -> int:
         return 0
     has_own = options.worlds or options.faults or options.model or options.serve_options
     if options.self_test:
-        if args.url or has_own or options.json or options.junit or options.badge or options.scripts:
+        if args.url or has_own or any(getattr(options, name) for name in (*FILES, "scripts")):
             raise ProveError("self-test: given; it starts the servers that it proves, and has no report in a file")
         return _run_self_test(options)
     if args.url is None:
         return _run_own(options)
     if has_own:
         raise ProveError(f"url: {args.url} given; --world, --fault, --model and --serve-options start a server here")
-    return exit_code(asyncio.run(prove(args.url, args.url, options)))
+
+    async def prove_until_signal() -> int:
+        with cancelled_by_signals():
+            return exit_code(await prove(args.url, args.url, options))
+
+    try:
+        return asyncio.run(prove_until_signal())
+    except asyncio.CancelledError:  # before anything was known
+        return 130
 
 
 def _run_own(options: ProveOptions) -> int:
@@ -57,5 +65,4 @@ def _run_self_test(options: ProveOptions) -> int:
         server = import_module(f"{__package__}.reference_server")  # in the sources it is in tests/support
     except ModuleNotFoundError:
         raise ProveError("self-test: the reference server is part of the wheel penstock-prove") from None
-    fast = replace(options, requests=160, rate=2000.0)
-    return int(server.self_test(lambda url, name, timeout_s: prove(url, name, replace(fast, timeout=timeout_s))))
+    return int(server.self_test(prove, options))

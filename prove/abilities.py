@@ -4,9 +4,13 @@ A field counts as supported when a request with it is answered and its effect is
 many servers accept unknown fields.
 """
 
+import asyncio
 import random
 import secrets
+from collections.abc import Callable
+from typing import Any
 
+from .answers import AskResult
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH, Asker
 from .metrics import Metrics
 from .options import ProveError
@@ -14,14 +18,16 @@ from .questions import RESET, TRIALS, WORDS, Abilities, as_prompt, in_form_of
 from .schema import FORCED
 
 APIS = {"chat": CHAT_PATH, "tools": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH}
+TRIALS_AT_ONCE = 4
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
 
-async def detect_abilities(asker: Asker, seed: int) -> Abilities:
+async def detect_abilities(asker: Asker, seed: int, say: Callable[[str], None]) -> Abilities:
     """Detect the server's abilities; raise ProveError if it does not answer or completions do not work."""
+    loop = asyncio.get_running_loop()
     status, models = await asker.fetch("GET", "/v1/models")
+    where = f"{asker.client.target.host}:{asker.client.target.port}"
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
-        where = f"{asker.client.target.host}:{asker.client.target.port}"
         raise ProveError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
     first, *others = models["data"]
     _, properties = await asker.fetch("GET", "/props")  # llama.cpp has the context of a slot there
@@ -30,12 +36,23 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
     abilities = Abilities(first["id"], block=first.get("block_size") or LEAST_BLOCK, context=context)
     abilities.note("context", context, "neither /v1/models nor /props has it")
     plain = {"model": abilities.model, "prompt": "On the river", "max_tokens": 4, "temperature": 0}
+    begun_s = loop.time()
     answer = await asker.ask(plain)
     if not answer.is_done:
         raise ProveError(f"url: {PATH} is not answered: {answer.error or 'no end came'}")
+    say(f"{where}: {abilities.model}; {loop.time() - begun_s:.1f} s for the first answer, of 4 tokens")
+    begun_s = loop.time()
+    await asker.ask({**plain, "prompt": " ".join(random.Random(seed).choices(WORDS, k=64)), "max_tokens": 24})
+    abilities.answer_s = loop.time() - begun_s
     is_lenient = (await asker.ask({**plain, "there_is_no_such_field": 1})).is_done
-    for name, fields in TRIALS.items():
-        answer = await asker.ask({**plain, **fields})
+    room = asyncio.Semaphore(TRIALS_AT_ONCE)
+
+    async def trial(body: dict[str, Any], path: str = PATH) -> AskResult:
+        async with room:
+            return await asker.ask(body, path=path)
+
+    answers = await asyncio.gather(*(trial({**plain, **fields}) for fields in TRIALS.values()))
+    for name, answer in zip(TRIALS, answers, strict=True):
         choice = answer.first
         seen: dict[str, object] = {  # the other fields have no visible effect on every answer
             "n": len(answer.choices) == 2,
@@ -46,9 +63,10 @@ async def detect_abilities(asker: Asker, seed: int) -> Abilities:
             "response_format": choice.text.lstrip().startswith("{"),
         }
         abilities.note(name, answer.is_done and seen.get(name, True), answer.error[:80] or "no effect seen")
-    for name, path in APIS.items():
-        body = in_form_of(path, abilities.chat("Hello", 2))
-        answer = await asker.ask({**body, **(FORCED["move_file"] if name == "tools" else {})}, path=path)
+    bodies = {name: in_form_of(path, abilities.chat("Hello", 2)) for name, path in APIS.items()}
+    bodies["tools"] |= FORCED["move_file"]
+    answers = await asyncio.gather(*(trial(bodies[name], path) for name, path in APIS.items()))
+    for name, answer in zip(APIS, answers, strict=True):
         abilities.note(
             name, answer.is_done and (answer.first.calls or name != "tools"), answer.error[:80] or "no effect seen"
         )

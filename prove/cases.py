@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from .answers import AskResult, TextChoice
 from .asker import PATH
-from .judge import FINE, compare, judge
+from .judge import FINE, REFUSALS, compare, judge
 from .proof import Finding, Proof
 from .questions import RESET, WORDS, as_prompt
 
 MAX_CASE_S = 55.0
+MANNER = dict.fromkeys(("stream", "stream_options", "cache_salt", "cache_prompt"))  # does not change a question
 
 
 class CaseRequest(NamedTuple):
@@ -28,7 +29,7 @@ class CaseRequest(NamedTuple):
 
 class Case(NamedTuple):
     """A named case. `run` asks and compares; its docstring says what it sends and what a finding means. `needs`:
-    abilities without which it is skipped."""
+    abilities without which the server refuses it."""
 
     run: Callable[["CaseRun"], Coroutine[Any, Any, None]]
     needs: Sequence[str] = ()
@@ -43,17 +44,19 @@ class CaseRun:
     sent: list[list[CaseRequest]] = field(default_factory=list)  # the requests of one list were sent at the same time
     num_findings: int = 0
     is_cache_empty: bool = False  # when it begins
+    refusal: str = ""  # what the server does not support
 
     def __post_init__(self) -> None:
         self.abilities, self.block = self.proof.abilities, self.proof.abilities.block
         self._reused: list[tuple[dict[str, Any], AskResult, str]] = []
-        self._rng = random.Random(f"{self.proof.options.seed} {self.name}")
+        self._answered: set[str] = set()
+        self.rng = random.Random(f"{self.proof.options.seed} {self.name}")
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def draw(self, length: int, unlike: Any = None) -> list[Any]:
         """Draw a prompt that no other request shares a block with, and that does not begin with the token `unlike`."""
-        while (drawn := self._rng.choices(self.abilities.material, k=length))[0] == unlike:
+        while (drawn := self.rng.choices(self.abilities.material, k=length))[0] == unlike:
             pass
         return drawn
 
@@ -63,7 +66,7 @@ class CaseRun:
 
     def chat(self, max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
         """Return a chat request with a random text."""
-        text = " ".join(self._rng.choices(WORDS, k=12))
+        text = " ".join(self.rng.choices(WORDS, k=12))
         return {**self.abilities.chat(text, max_tokens), **fields}
 
     async def ask(self, body: dict[str, Any], path: str = PATH, leaves_s: float | None = None) -> AskResult:
@@ -83,7 +86,12 @@ class CaseRun:
 
         answers = await asyncio.gather(*map(one, requests))
         for sent, answer in zip(requests, answers, strict=True):
-            if sent.leaves_s is None and not (answer.is_done or answer.has_left) and answer.status != 429:
+            question = f"{sent.path} {dict(sorted({**sent.body, **MANNER}.items()))}"
+            if answer.is_done:
+                self._answered.add(question)
+            elif answer.status in REFUSALS and question not in self._answered:
+                self.refusal = f"{sent.path}: {answer.error[:120]}"
+            elif sent.leaves_s is None and not answer.has_left and answer.status != 429:
                 outcome = judge(TextChoice(), answer, sent.body.get("n", 1), 1.0, is_fresh=False)
                 kind = outcome.outcome if outcome.outcome in ("hang", "error") else "no end"
                 self.find(kind, f"{sent.path}: {answer.error or outcome.difference}")
@@ -140,7 +148,7 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
     proof.asker.limit(MAX_CASE_S)
     missing = [need for need in case.needs if need not in proof.abilities.supported]
     if missing:
-        proof.cases[name] = f"skipped: the server lacks {', '.join(missing)}"
+        proof.cases[name] = f"refused: the server lacks {', '.join(missing)}"
     elif proof.asker.is_over or proof.asker.num_bytes > proof.options.max_bytes:
         proof.cases[name] = "left out: no time or bytes left"
     else:
@@ -149,5 +157,8 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
         run.is_cache_empty = RESET in proof.abilities.supported and await proof.asker.reset() == 200
         await case.run(run)
         await run.compare_reused()
-        is_cut = proof.asker.is_over and not run.num_findings
-        proof.cases[name] = "left out: not done in time" if is_cut else f"{run.num_findings or 'no'} findings"
+        proof.cases[name] = f"{run.num_findings or 'no'} findings"
+        if not run.num_findings and proof.asker.is_over:
+            proof.cases[name] = "left out: not done in time"
+        elif not run.num_findings and run.refusal:
+            proof.cases[name] = f"refused: {run.refusal}"

@@ -22,7 +22,10 @@ class Verdict(NamedTuple):
     difference: str = ""
 
 
-# Outcomes that are no finding. "refused": the server was full; "ended": a fault is expected to end requests.
+# The statuses with which a server says that it does not support a request.
+REFUSALS = (400, 404, 405, 415, 422, 501)
+# Outcomes that are no finding. "refused": the server was full, or does not support the request, even when asked alone;
+# "ended": a fault is expected to end requests.
 FINE = ("same", "tie", "left", "refused", "ended", "reset")
 OUTCOMES = (*FINE[:-1], "wrong", "numbers", "foreign", "error", "hang", "no end", "left out")
 

@@ -12,6 +12,7 @@ from .http_client import key_header
 from .tables import load_table
 
 MAX_SECONDS = 1e9
+FILES = ("log", "json", "junit", "badge")
 OWN_SERVERS = ("worlds", "faults", "model", "serve_options")  # options of servers that are started here
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -43,6 +44,7 @@ class ProveOptions:
     lists_cases: bool = False
     self_test: bool = False
     scripts: str | None = None
+    log: str | None = None
     json: str | None = None
     junit: str | None = None
     badge: str | None = None
@@ -56,7 +58,7 @@ class ProveOptions:
         for name in ("requests", "concurrency", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ProveError(f"{name}: {getattr(self, name)} given; at least 1 is expected")
-        for name, kind in (("json", "file"), ("junit", "file"), ("badge", "file"), ("scripts", "folder")):
+        for name, kind in (*((name, "file") for name in FILES), ("scripts", "folder")):
             path = Path(getattr(self, name) or "")
             place = path if kind == "folder" and path.exists() else path.parent  # what is written into
             if getattr(self, name) and ((kind == "file" and path.is_dir()) or not os.access(f"{place}/", os.W_OK)):

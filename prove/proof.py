@@ -15,7 +15,7 @@ from typing import Any
 from .abilities import read_metrics
 from .answers import AskResult, TextChoice
 from .asker import Asker
-from .judge import FINE, MAX_ERROR, Verdict, allowed, farthest, judge
+from .judge import FINE, MAX_ERROR, REFUSALS, Verdict, allowed, farthest, judge
 from .metrics import Metrics
 from .options import ProveOptions
 from .questions import RESET, Abilities, Ask, questions, schedule
@@ -45,8 +45,10 @@ class Finding:
 class Proof:
     """The state of one proof: the questions, their reference answers, counts and findings."""
 
-    def __init__(self, asker: Asker, abilities: Abilities, options: ProveOptions) -> None:
-        self.asker, self.abilities, self.options = asker, abilities, options
+    def __init__(
+        self, asker: Asker, abilities: Abilities, options: ProveOptions, say: Callable[[str], None] = print
+    ) -> None:
+        self.asker, self.abilities, self.options, self.say = asker, abilities, options, say
         self._rng = random.Random(options.seed)
         # With --case, few questions are enough to measure the numerical error.
         num = 4 if options.cases else max(8, min(64, options.requests // 4))
@@ -60,6 +62,7 @@ class Proof:
         # The name is unique to this run, because the server may remember the salts of an earlier run.
         self.name, self._num_fresh = secrets.token_hex(4), 0
         self.cases: dict[str, str] = {}  # how each case ended
+        self.is_incomplete = False  # the run was ended early
         self.expects_errors = False  # errors are expected now, wrong answers and hangs are not
 
     # -- the parts -----------------------------------------------------------------------------------------
@@ -186,6 +189,8 @@ class Proof:
             return Verdict("reset") if answer.status in (200, 409) else Verdict("error", f"status {answer.status}")
         # The first answer to a question is its own reference.
         reference = self.references.get(ask.question) or answer.choices.get(0, TextChoice())
+        if answer.status in REFUSALS and ask.question not in self.references:
+            return Verdict("refused", answer.error)
         is_fresh = is_fresh and "cached_tokens" in self.abilities.supported and bool(self.abilities.fresh(""))
         return judge(reference, answer, ask.fields.get("n", 1), self.error, is_fresh)
 

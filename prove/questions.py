@@ -32,6 +32,8 @@ class Abilities:
     context: int = 0  # tokens of a prompt and its answer; 0: not told
     longest: int = 192  # tokens of a prompt
     material: Material = ()
+    answer_s: float = 0.0  # for a typical answer
+    most_tokens: int = 0  # of an answer to a question; 0: as many as it asks for
 
     def note(self, name: str, is_there: object, otherwise: str) -> None:
         if is_there:
@@ -116,7 +118,7 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
         if rng.random() < 0.7:
             prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
         most = rng.choice((1, 8, 2 * block + 4, 3 * block))
-        most = 40 if kind in ("choice", "regex", "schema") else most
+        most = 40 if kind in ("choice", "regex", "schema") else min(most, abilities.most_tokens or most)
         body = {"prompt": as_prompt(prompt), "max_tokens": most}
         if kind == "adapter":
             body["model"] = rng.choice(abilities.adapters)

@@ -8,10 +8,30 @@ from xml.sax.saxutils import escape, quoteattr
 
 from .judge import OUTCOMES
 from .proof import Finding, Proof
+from .questions import KINDS, MANNERS
 from .tables import load_table
 
-NOT_ENOUGH = 3  # exit code: too few answers arrived in time to tell
+NOT_ENOUGH, INCOMPLETE = 3, 4  # exit codes: too few answers arrived in time to tell; a signal ended the run early
 _TEXTS = load_table("texts")
+
+
+def checks(proof: Proof) -> dict[str, str]:
+    """Return how each check ended: every case, and every kind and manner of requests under load.
+
+    A refusal is neither right nor wrong, so refusals are counted apart and never as a share.
+    """
+    ended = {}
+    for by, rows in (("what", KINDS), ("how", MANNERS)) if not proof.options.cases else ():
+        for name, row in rows.items():
+            outcomes = {outcome for each, other, outcome in proof.counts if (each, other) == (by, name)}
+            if row.needs and row.needs not in proof.abilities.supported:
+                outcome = f"refused: the server lacks {row.needs}"
+            elif outcomes - {"refused", "left out"}:
+                outcome = "asked"
+            else:
+                outcome = f"{'refused' if 'refused' in outcomes else 'left out'}: no answer under load"
+            ended[f"load: {name}"] = outcome
+    return ended | proof.cases
 
 
 def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
@@ -19,18 +39,28 @@ def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
     answers: Counter[str] = Counter()
     for (by, _, outcome), count in proof.counts.items():
         answers[outcome] += count if by == "how" else 0
+    ended = checks(proof)
+    refused, left_out = (
+        {check: text.partition(": ")[2] for check, text in ended.items() if text.startswith(why)}
+        for why in ("refused", "left out")
+    )
     num_cases = sum(outcome.endswith("findings") for outcome in proof.cases.values())
     return {
         "name": name,
         "model": proof.abilities.model,
         "seed": proof.options.seed,
         "seconds": round(seconds, 1),
+        "is_incomplete": proof.is_incomplete,
         "bytes": proof.asker.num_bytes,
         "questions": len(proof.references),
         "compared": num_cases if proof.options.cases else proof.num_compared,
         "measured_error_nats": proof.measured,
         "allowed_error_nats": proof.error,
         "answers": answers,
+        "checks": len(ended),
+        "asked": len(ended) - len(refused) - len(left_out),
+        "refused": refused,
+        "left_out": left_out,
         "cases": proof.cases,
         "reached": proof.reached,
         "findings": Counter(finding.kind for finding in proof.findings),
@@ -39,13 +69,15 @@ def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
 
 
 def exit_code(result: dict[str, Any]) -> int:
-    """Return 1 if there are findings, 3 if there were too few answers to tell, and 0 otherwise."""
+    """Return 4 if the run was ended early, 1 if there are findings, 3 if there were too few answers to tell, else 0."""
+    if result["is_incomplete"]:
+        return INCOMPLETE
     if result["findings"]:
         return 1
     return 0 if result["compared"] else NOT_ENOUGH
 
 
-def table(proof: Proof, result: dict[str, Any]) -> str:
+def report_of(proof: Proof, result: dict[str, Any]) -> str:
     shown = [outcome for outcome in OUTCOMES if outcome in result["answers"]]
     lines = [f"{result['name']}: {result['model']}, seed {result['seed']}, {result['questions']} questions"]
     lines.append("".join([f"{'':18}", *(f"{outcome:>10}" for outcome in shown)]))
@@ -65,16 +97,26 @@ def table(proof: Proof, result: dict[str, Any]) -> str:
     if exit_code(result) == NOT_ENOUGH:
         numbers = {"answered": len(proof.references), "questions": len(proof.questions)}
         lines.append(_TEXTS["not enough"].format(seconds=proof.options.duration, **numbers))
+    if proof.is_incomplete:
+        lines.append("the run was ended early: this is what was found until then")
+    lines.append(
+        f"{coverage(result)}: {len(result['refused'])} refused by the server, {len(result['left_out'])} left out"
+    )
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)
+
+
+def coverage(result: dict[str, Any]) -> str:
+    return f"{result['asked']} of {result['checks']} checks could be asked"
 
 
 def write_reports(proof: Proof, result: dict[str, Any]) -> None:
     """Write the files that the options ask for."""
     options, num = proof.options, len(proof.findings)
     color, text = ("#c33", f"{num} findings") if num else ("#383", "no findings")
-    if exit_code(result) == NOT_ENOUGH:
-        color, text = "#777", "not enough answers"
+    if exit_code(result) in (NOT_ENOUGH, INCOMPLETE):
+        color, text = "#777", "ended early" if proof.is_incomplete else "not enough answers"
+    text += f", {result['asked']} of {result['checks']} asked"
     for path, content in [
         (options.json, json.dumps(result, indent=1) + "\n"),
         (options.junit, _junit(proof, result)),
@@ -85,16 +127,20 @@ def write_reports(proof: Proof, result: dict[str, Any]) -> None:
 
 
 def _junit(proof: Proof, result: dict[str, Any]) -> str:
-    """Return a test case for the load and for every case."""
-    rows = []
-    for name in (*([] if proof.options.cases else ["load"]), *proof.cases):
+    """Return a test case for every check, and one for all other findings under load. What was not asked is skipped, with
+    `refused` or `left out` as its type."""
+    rows, skipped = [], {"refused": result["refused"], "left out": result["left_out"]}
+    for name in (*([] if proof.options.cases else ["load"]), *checks(proof)):
         found = [each for each in proof.findings if each.case == ("" if name == "load" else name)]
         inner = [f"<failure type={quoteattr(each.kind)}>{escape(each.description)}</failure>" for each in found]
-        if not proof.cases.get(name, "findings").endswith("findings"):
-            inner = [f"<skipped message={quoteattr(proof.cases[name])}/>"]
+        for kind, reasons in skipped.items():
+            if name in reasons:
+                inner = [f"<skipped type='{kind}' message={quoteattr(f'{kind}: {reasons[name]}')}/>"]
         rows.append(f"<testcase classname='penstock-prove' name={quoteattr(name)}>{''.join(inner)}</testcase>")
-    head = f"<testsuite name={quoteattr(result['name'])} tests='{len(rows)}' time='{result['seconds']}'>"
-    return "\n".join(["<?xml version='1.0' encoding='utf-8'?>", head, *rows, "</testsuite>", ""])
+    counts = f"tests='{len(rows)}' failures='{len(proof.findings)}' skipped='{sum(map(len, skipped.values()))}'"
+    head = f"<testsuite name={quoteattr(result['name'])} {counts} time='{result['seconds']}'>"
+    properties = f"<properties><property name='asked' value='{coverage(result)}'/></properties>"
+    return "\n".join(["<?xml version='1.0' encoding='utf-8'?>", head, properties, *rows, "</testsuite>", ""])
 
 
 def bug_report(proof: Proof, finding: Finding, script: str) -> str:

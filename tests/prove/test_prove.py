@@ -6,10 +6,10 @@ import contextlib
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -50,14 +50,11 @@ CULPRITS: dict[str, str] = dict(cases(__file__, "culprits"))
 def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
     async def inside() -> dict[str, Any]:
         async with server as url:
-            chosen = ProveOptions(**{"requests": 200, "rate": 2000.0, "timeout": 60.0, **options})
+            fast = {"requests": 200, "rate": 2000.0, "timeout": 60.0}
+            chosen = ProveOptions(**{**fast, **options})
             return await session.prove(url, "stand-in", chosen)
 
     return asyncio.run(inside())
-
-
-def prove_fast(url: str, name: str, timeout_s: float) -> Coroutine[Any, Any, dict[str, Any]]:
-    return session.prove(url, name, ProveOptions(requests=160, rate=2000.0, timeout=timeout_s))
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +92,13 @@ def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[st
 @pytest.mark.usefixtures("load_alone")
 @pytest.mark.parametrize("defect", FAST)
 def test_a_defect_is_found_with_its_kind(defect: str) -> None:
-    result = asyncio.run(reference_server.find_defect(prove_fast, defect))
+    result = asyncio.run(reference_server.find_defect(session.prove, ProveOptions(), defect))
     assert DEFECTS[defect] in result["findings"]
 
 
 @pytest.mark.slow
 def test_every_defect_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reference_server.self_test(prove_fast) == 0
+    assert reference_server.self_test(session.prove, ProveOptions()) == 0
     assert f"kill rate: {len(DEFECTS)} of {len(DEFECTS)}, 0 false alarms" in capsys.readouterr().out
 
 
@@ -121,16 +118,99 @@ def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:
     assert asyncio.run(inside()) == [{}, {}]
 
 
-def test_abilities_that_a_server_lacks_are_skipped_by_name() -> None:
-    result = proven(ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"]), requests=60)
+def test_abilities_that_a_server_lacks_are_counted_as_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: str(tmp_path / name) for name in ("junit", "badge")}
+    result = proven(ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"]), requests=60, **files)
     assert result["findings"] == {}
     skipped = " ".join(result["skipped"])
     names = ("n: ", "return_token_ids: ", "cache_salt: ", "structured_outputs: ", "reset")
     assert all(name in skipped for name in names)
-    assert result["cases"]["llamacpp-n-then-reuse"] == "skipped: the server lacks n"
+    assert result["cases"]["llamacpp-n-then-reuse"] == "refused: the server lacks n"
+    assert result["refused"]["load: salted"] == "the server lacks cache_salt" and not result["left_out"].get("load: n")
+    assert result["asked"] == result["checks"] - len(result["refused"]) - len(result["left_out"])
+    assert f"{result['asked']} of {result['checks']} checks could be asked" in capsys.readouterr().out
+    rows = ElementTree.parse(tmp_path / "junit").getroot().findall("testcase/skipped")
+    assert Counter(row.get("type") for row in rows)["refused"] == len(result["refused"]) > 8
+    assert f" {result['asked']} of {result['checks']} asked<" in (tmp_path / "badge").read_text()
     # Without ids and log-probabilities, a wrong text is still a finding.
     result = proven(ReferenceServer("positions-shifted", without=["logprobs", "return_token_ids"]), requests=60)
     assert "wrong" in result["findings"]
+
+
+class Fussy(ReferenceServer):
+    """A server that refuses the tools of two of the three calls, or one that it has answered before."""
+
+    num_calls = 0
+
+    async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
+        self.num_calls += "order_parts" in str(body)
+        if self.num_calls >= 1 + (self.defect == "hang") and "order_parts" in str(body):
+            write(streams[1], {"error": {"message": "no anyOf"}}, "400 Bad Request")
+        else:
+            await super().answer(path, body, *streams)
+
+
+def test_a_request_that_is_refused_is_a_finding_only_if_it_was_answered_before() -> None:
+    result = proven(Fussy(), cases=("tool-arguments",))
+    assert result["findings"] == {} and "no anyOf" in result["refused"]["tool-arguments"]
+    assert (result["asked"], exit_code(result)) == (0, 3)
+    assert proven(Fussy("hang"), cases=("tool-arguments",))["findings"] == {"error": 1}
+
+
+@pytest.mark.parametrize("number", hardest([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
+def test_a_run_that_is_ended_early_reports_what_it_has_found(number: signal.Signals, tmp_path: Path) -> None:
+    class Stuck(ReferenceServer):
+        async def answer(self, path: str, body: dict[str, Any], *streams: Any) -> None:
+            if "get_weather" in str(body):
+                await asyncio.sleep(3600)
+            await super().answer(path, body, *streams)
+
+    async def inside() -> tuple[int | None, list[str]]:
+        async with Stuck("chunk-lost") as url, asyncio.timeout(90):
+            words = [
+                "prove",
+                url,
+                "--case",
+                "stream-equals-whole",
+                "--case",
+                "tool-arguments",
+                "--log",
+                f"{tmp_path}/log",
+            ]
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*own_server.PENSTOCK, *words, stdout=pipe)
+            assert process.stdout is not None
+            lines = []
+            async for line in process.stdout:
+                lines.append(line.decode().rstrip())
+                if "case stream-equals-whole: " in lines[-1]:
+                    process.send_signal(number)
+            return await process.wait(), lines
+
+    code, lines = asyncio.run(inside())
+    result = json.loads(lines[-1])
+    assert (code, result["is_incomplete"], result["findings"]["stream"] > 0) == (4, True, True)
+    assert result["left_out"] == {"tool-arguments": "the run was ended early"}
+    assert "the run was ended early: this is what was found until then" in lines
+    assert (tmp_path / "log").read_text().splitlines() == lines[:-1]
+
+
+@pytest.mark.usefixtures("load_alone")
+def test_a_slow_server_is_told_so_and_asked_less(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ProveOptions(requests=300, concurrency=16, duration=300.0, timeout=120.0)
+    rows = [(answer_s, session.scaled(options, answer_s)) for answer_s in (0.5, 1.5, 15.0, 100.0)]
+    assert [(each.requests, each.concurrency) for _, each in rows] == [(300, 16), (150, 16), (16, 4), (16, 1)]
+    monkeypatch.setattr(session, "SLOW_S", 0.0)
+    monkeypatch.setattr(session, "NUM_ANSWERS", 10**6)
+    server = ReferenceServer()
+    result = proven(server)
+    assert result["findings"] == {} and "slow: a typical answer takes 0.0 s" in capsys.readouterr().out
+    asked = [body for path, _, body in server.requests if "return_token_ids" in body and "response_format" not in body]
+    assert max(body["max_tokens"] for body in asked[1:]) <= 8
 
 
 @pytest.mark.usefixtures("load_alone")
@@ -250,7 +330,7 @@ def test_a_server_that_tells_little_causes_no_false_alarm(monkeypatch: pytest.Mo
         async with LikeLlama() as url:
             asker = Asker(url, {}, 60.0)
             with contextlib.closing(asker.client):
-                return await detect_abilities(asker, 0)
+                return await detect_abilities(asker, 0, print)
 
     monkeypatch.setattr(abilities, "LEAST_BLOCK", 4)
     detected = asyncio.run(detect())
@@ -301,7 +381,7 @@ def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monkeypatc
         async with ReferenceServer() as url:
             asker = Asker(url, {}, 60.0)
             with contextlib.closing(asker.client):
-                failed = proof.Proof(asker, await detect_abilities(asker, 0), ProveOptions(requests=8))
+                failed = proof.Proof(asker, await detect_abilities(asker, 0, print), ProveOptions(requests=8))
                 failed.findings.append(proof.Finding("wrong", "a token", beside[-1], beside))
                 (script,) = await repeat.write_scripts(failed, url, tmp_path)
                 return script.read_text()
@@ -323,10 +403,10 @@ def test_a_finding_of_a_case_is_in_every_report_with_a_script(tmp_path: Path) ->
     proven(ReferenceServer("one-seed"), cases=names, scripts=str(tmp_path), **files)
     assert json.loads((tmp_path / "json").read_text())["findings"] == {"seed": 1}
     suite = ElementTree.parse(tmp_path / "junit").getroot()
-    assert [(case.get("name"), len(case)) for case in suite] == [("seed-repeats", 1), ("usage-counts", 0)]
-    failure = suite[0][0]
+    assert [(case.get("name"), len(case)) for case in suite[1:]] == [("seed-repeats", 1), ("usage-counts", 0)]
+    failure = suite[1][0]
     assert failure.get("type") == "seed" and "six seeds give the same output" in (failure.text or "")
-    assert ">1 findings<" in (tmp_path / "badge").read_text() and ElementTree.parse(tmp_path / "badge")
+    assert ">1 findings, 2 of 2 asked<" in (tmp_path / "badge").read_text() and ElementTree.parse(tmp_path / "badge")
     script, report = (tmp_path / "1-seed.sh").read_text(), (tmp_path / "1-seed.md").read_text()
     assert script.count("ask 60.000 /v1/completions") == 12 and "--case seed-repeats --seed 0" in script
     assert subprocess.run(["sh", "-n", str(tmp_path / "1-seed.sh")], check=False).returncode == 0

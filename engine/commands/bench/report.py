@@ -15,29 +15,11 @@ from penstock.engine.commands.bench.measured import Outcome
 from penstock.engine.config import ConfigError
 from penstock.engine.options import flag
 
-METRICS = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+METRICS: dict[str, tuple[str, str]] = _TABLE["metrics"]
 GOAL_METRICS = ("ttft", "tpot", "e2el")  # those that each request has one value of
 _WIDTH = 50
-_TOTALS = {
-    "completed": "Successful requests:",
-    "failed": "Failed requests:",
-    "max_concurrency": "Maximum request concurrency:",
-    "request_rate": "Request rate configured (RPS):",
-    "duration": "Benchmark duration (s):",
-    "total_input_tokens": "Total input tokens:",
-    "total_cached_tokens": "Total input tokens found in cache:",
-    "total_output_tokens": "Total generated tokens:",
-    "request_throughput": "Request throughput (req/s):",
-    "request_goodput": "Request goodput (req/s):",
-    "output_throughput": "Output token throughput (tok/s):",
-    "total_token_throughput": "Total token throughput (tok/s):",
-    "max_send_delay_ms": "Latest send behind schedule (ms):",
-}
+_TOTALS: dict[str, str] = _TABLE["totals"]
 
 
 class Goal(NamedTuple):

@@ -25,7 +25,8 @@ from penstock.engine.config import ConfigError
 from penstock.engine.options import Count, Length, flag
 from penstock.executor.process_life import stop_signals
 from penstock.prove.http_client import key_header
-from penstock.prove.own.server import END_SIGNALS, PENSTOCK, free_port, stop
+from penstock.prove.journal import END_SIGNALS
+from penstock.prove.own.server import PENSTOCK, free_port, stop
 
 POLL_S, TIMEOUT_S = 0.02, 900.0
 WITHOUT_PROXY = build_opener(ProxyHandler({}))

@@ -1,0 +1,60 @@
+"""Tells what a run does while it runs, and lets a signal end it early with a report of what was found until then."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# The signals on which prove ends. nohup makes a process ignore one of them, a shell's background job two.
+END_SIGNALS = [
+    each
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    if signal.getsignal(each) != signal.SIG_IGN
+]
+
+
+class Journal:
+    """Prints each line at once and appends it to a file, if one is given."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path, self._started_s = path, time.monotonic()
+        if path is not None:
+            Path(path).write_text("")
+
+    def say(self, text: str) -> None:
+        """Print a line with the seconds since the start."""
+        self.write(f"[{self.seconds:6.1f} s] {text}")
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(text + "\n")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started_s
+
+
+@contextlib.contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """Cancel the current task when a signal asks prove to end. A second signal has its usual effect."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        task.cancel()
+        remove()
+
+    def remove() -> None:
+        for number in END_SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in END_SIGNALS:
+        loop.add_signal_handler(number, cancel)
+    try:
+        yield
+    finally:
+        remove()
