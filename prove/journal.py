@@ -40,21 +40,13 @@ class Journal:
 
 @contextlib.contextmanager
 def cancelled_by_signals() -> Iterator[None]:
-    """Cancel the current task when a signal asks prove to end. A second signal has its usual effect."""
+    """Cancel the current task when a signal asks prove to end."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-
-    def cancel() -> None:
-        task.cancel()
-        remove()
-
-    def remove() -> None:
-        for number in END_SIGNALS:
-            loop.remove_signal_handler(number)
-
     for number in END_SIGNALS:
-        loop.add_signal_handler(number, cancel)
+        loop.add_signal_handler(number, task.cancel)
     try:
         yield
     finally:
-        remove()
+        for number in END_SIGNALS:
+            loop.remove_signal_handler(number)

@@ -99,9 +99,8 @@ def report_of(proof: Proof, result: dict[str, Any]) -> str:
         lines.append(_TEXTS["not enough"].format(seconds=proof.options.duration, **numbers))
     if proof.is_incomplete:
         lines.append("the run was ended early: this is what was found until then")
-    lines.append(
-        f"{coverage(result)}: {len(result['refused'])} refused by the server, {len(result['left_out'])} left out"
-    )
+    num_refused, num_left_out = len(result["refused"]), len(result["left_out"])
+    lines.append(f"{coverage(result)}: {num_refused} refused by the server, {num_left_out} left out")
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)
 

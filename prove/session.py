@@ -41,9 +41,6 @@ async def prove(url: str, name: str, options: ProveOptions, inject: Injection | 
         if options.scripts:
             scripts = await write_scripts(proof, url, Path(options.scripts))
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
         proof.is_incomplete = True
         planned = [] if inject is not None else chosen("case", options.cases, CASES) or CASES
         proof.cases |= {case: "left out: the run was ended early" for case in planned if case not in proof.cases}

@@ -45,17 +45,13 @@ class OwnServer:
         words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
         self._commands: list[list[str]] = []
         servers, router = WORLDS[world]
-        for number, options in enumerate(servers):
+        rows = [(["serve", *([model] if model else [])], f"{TINY} {options}", more) for options in servers]
+        rows += [(["route"], router, [])] if router else []
+        for number, (command, options, last) in enumerate(rows):
             port = free_port()
             self.url = words[f"url{number}"] = f"http://127.0.0.1:{port}"
-            filled = (word.format(**words) for word in f"{TINY} {options}".split())
-            named = ["serve", *([model] if model else []), "--port", str(port)]
-            self._commands.append([*PENSTOCK, *named, *filled, *more])
-        if router:
-            port = free_port()
-            self.url = f"http://127.0.0.1:{port}"
-            filled = (word.format(**words) for word in router.split())
-            self._commands.append([*PENSTOCK, "route", "--port", str(port), *filled])
+            filled = [word.format(**words) for word in options.split()]
+            self._commands.append([*PENSTOCK, *command, "--port", str(port), *filled, *last])
         self.servers: list[subprocess.Popen[bytes]] = []
 
     async def start(self, headers: Mapping[str, str]) -> None:

@@ -165,16 +165,7 @@ def summarize(
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
     """Return lists with one entry per request."""
-    return {
-        "input_lens": [outcome.prompt_len for outcome in outcomes],
-        "output_lens": [outcome.output_len for outcome in outcomes],
-        "start_times": [outcome.start_s for outcome in outcomes],
-        "ttfts": [outcome.ttft_s for outcome in outcomes],
-        "itls": [outcome.itls_s for outcome in outcomes],
-        "latencies": [outcome.latency_s for outcome in outcomes],
-        "generated_texts": [outcome.text for outcome in outcomes],
-        "errors": [outcome.error for outcome in outcomes],
-    }
+    return {key: [getattr(outcome, name) for outcome in outcomes] for key, name in _TABLE["details"].items()}
 
 
 def serving_table(result: dict[str, Any]) -> str:
