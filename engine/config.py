@@ -54,7 +54,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_batched_tokens: int = 0  # 0: what the executor reports
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
-    # A request that has waited longer runs before requests of any priority.
+    # A request that has waited longer counts as one of the most urgent.
     patience_s: Annotated[float, Meta(ge=0)] = 30.0
     speculative_config: SpeculativeConfig | None = None  # None: no speculative decoding
 

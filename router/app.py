@@ -243,10 +243,9 @@ class RouterApp:
         return b""
 
     def _owner_line(self, request: ClientRequest) -> bytes:
-        """Return the header line that names the client's key to the replica, which stores a response for this key alone."""
-        if request.path != routes.RESPONSES and not request.path.startswith(routes.STORED):
-            return b""
-        number = self._keys.number(request.authorization)
+        """Return the header line that names the client's key to the replica, whose clients take turns, and which stores a
+        response for this key alone."""
+        number = self._keys.number(request.authorization) if self._keys else None
         return b"" if number is None else b"%b: %b\r\n" % (OWNER_HEADER, self._keys.identity(number))
 
     async def watch_requests(self) -> None:

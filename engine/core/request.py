@@ -1,11 +1,10 @@
-"""One sequence in the engine core: its tokens, its pages and its progress; and the queue of waiting sequences.
+"""One sequence in the engine core: its tokens, its pages and its progress.
 
-Only the scheduler changes them.
+Only the scheduler changes it.
 """
 
 import enum
 from array import array
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -126,6 +125,7 @@ class Request:
     num_known: int = 0  # positions whose tokens the executor has or will sample itself
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
+    turn: int | None = None  # its client's at the first admission (engine/core/fair_queue.py)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     weights_version: int = 0  # version of the weights that compute the next tokens
     has_output: bool = False
@@ -161,7 +161,7 @@ class Request:
         return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
     def is_late(self, now_s: float, patience_s: float) -> bool:
-        """Return whether the request has waited so long that it is admitted before all priorities."""
+        """Return whether the request has waited so long that it is admitted with any priority."""
         return now_s - self.arrival_s > patience_s
 
     @property
@@ -274,42 +274,3 @@ def cheapest_to_preempt(running: Collection[Request]) -> Request:
     senior = min(running, key=lambda r: (r.message.priority, r.sequence))
     others = [r for r in running if r is not senior] or [senior]
     return min(others, key=lambda r: (-r.message.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
-
-
-class WaitingQueue:
-    """Waiting requests, ordered by priority and then by arrival.
-
-    A preempted request keeps its time of arrival, so it is resumed before any younger request of its priority. A
-    request that has waited longer than `patience_s` is admitted before all priorities: a stream of urgent requests
-    delays the others but cannot starve them. Both orders are sorted lists: an insertion into 4,096 takes microseconds.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._by_priority: list[tuple[int, int, Request]] = []
-        self._by_arrival: list[tuple[int, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._by_arrival)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._by_arrival)
-
-    def add(self, request: Request) -> None:
-        insort(self._by_priority, (request.message.priority, request.sequence, request))
-        insort(self._by_arrival, (request.sequence, request))
-
-    def first(self, now_s: float) -> Request | None:
-        """Return the request to admit next; it stays in the queue until removed."""
-        if not self._by_arrival:
-            return None
-        oldest = self._by_arrival[0][1]
-        return oldest if oldest.is_late(now_s, self._patience_s) else self._by_priority[0][2]
-
-    def front(self, count: int) -> list[Request]:
-        """Return the first `count` requests by priority and arrival, ignoring patience; they stay in the queue."""
-        return [request for _, _, request in self._by_priority[:count]]
-
-    def remove(self, request: Request) -> None:
-        del self._by_priority[bisect_left(self._by_priority, (request.message.priority, request.sequence))]
-        del self._by_arrival[bisect_left(self._by_arrival, (request.sequence,))]

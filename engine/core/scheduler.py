@@ -9,7 +9,7 @@ draft tokens is not planned ahead, because its drafts depend on its last token (
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
@@ -20,10 +20,11 @@ from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.drafts import Drafter, DraftRows, NoDrafter
+from penstock.engine.core.fair_queue import WaitingQueue
 from penstock.engine.core.grammars import GrammarState
 from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import NEVER
-from penstock.engine.core.request import Claim, Request, RequestKv, WaitingQueue, cheapest_to_preempt
+from penstock.engine.core.request import Claim, Request, RequestKv, cheapest_to_preempt
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
@@ -44,7 +45,9 @@ class StepPlan:
 
     budget: int  # the rest of its tokens
     rows: dict[Request, Row] = field(default_factory=dict)
+    admissions: list[Admission] = field(default_factory=list)
     has_preempted: bool = False
+    is_fixed: bool = False  # no row may be dropped, because other requests may read its blocks
 
 
 class Scheduler:
@@ -97,6 +100,7 @@ class Scheduler:
         self.kv.keys.extend(request)
         if not self.has_work():
             self.tiers.wake()
+            self.waiting.forget()
         self._num_submitted += 1
         self.requests[message.request_id] = request
         self.queue(request)
@@ -141,29 +145,45 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Plan and return the next step; return None when nothing can be computed before a result arrives."""
-        plan, kv, tiers = StepPlan(self._step_tokens), self.kv, self.tiers
+        plan, tiers = StepPlan(self._step_tokens), self.tiers
         tiers.begin(self.waiting, len(self.running))
-        for request in list(self.running):
+        overtaken = self._overtaken() if self._free_slots and self.waiting.is_shared else ()
+        running = [each for each in self.running if each not in overtaken] if overtaken else [*self.running]
+        self._plan_rows(running, plan)
+        if overtaken:
+            self._admit(plan, most=1)
+            self._plan_rows(overtaken, plan)
+        self._admit(plan)
+        # Running requests take a block each before long, and waiting ones take all there are.
+        spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
+        draft_rows, sent = self._drafter.extend(plan.rows, plan.budget, spare)
+        transfers = self.kv.end_step(plan.rows)
+        rows = [*plan.rows.values(), *draft_rows]
+        # The end of a transfer is reported only with a step's result; a step in flight will bring it.
+        if not rows and not plan.admissions and transfers is None and (self.in_flight or not tiers.needs_step):
+            return None
+        self._stats.num_steps += 1
+        step = Step(self._stats.num_steps, plan.admissions, rows, transfers)
+        self.in_flight.append(InFlight(step, list(plan.rows), sent))
+        return step
+
+    def _overtaken(self) -> list[Request]:
+        """Return the running requests whose long prompts let the next waiting request pass, because its client has used
+        less."""
+        first = self.waiting.first(self._clock())
+        prompts = [request for request in self.running if request.num_scheduled < request.num_prompt - 1]
+        return [each for each in prompts if first is not None and self.waiting.is_before(first, each)]
+
+    def _plan_rows(self, requests: Sequence[Request], plan: StepPlan) -> None:
+        """Plan the next rows of running requests, and register the blocks of all rows."""
+        for request in requests:
             if plan.budget == 0:
                 break
             if request.slot >= 0:  # else it was just preempted, for an earlier one
                 self._plan_row(request, plan)
         for request in plan.rows:
-            kv.register(request)
-        may_admit = self.waiting and not plan.has_preempted and not tiers.is_stale
-        admissions = self._admit(plan) if may_admit else []
-        # Running requests take a block each before long, and waiting ones take all there are.
-        spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
-        draft_rows, sent = self._drafter.extend(plan.rows, plan.budget, spare)
-        transfers = kv.end_step(plan.rows)
-        rows = [*plan.rows.values(), *draft_rows]
-        # The end of a transfer is reported only with a step's result; a step in flight will bring it.
-        if not rows and not admissions and transfers is None and (self.in_flight or not tiers.needs_step):
-            return None
-        self._stats.num_steps += 1
-        step = Step(self._stats.num_steps, admissions, rows, transfers)
-        self.in_flight.append(InFlight(step, list(plan.rows), sent))
-        return step
+            self.kv.register(request)
+        plan.is_fixed = bool(plan.rows)
 
     def _plan_row(self, request: Request, plan: StepPlan) -> None:
         """Plan the next row of a running request, if any of its positions is ready."""
@@ -178,7 +198,7 @@ class Scheduler:
             count = self.kv.begin_row(request, count)
             end = request.num_scheduled + count
             missing = self.kv.num_missing(request, end)
-            if missing > self.pool.num_free and not self._make_room(request, missing, plan):
+            if missing > self.pool.num_free and (plan.is_fixed or not self._make_room(request, missing, plan)):
                 return
             self.kv.extend(request, end)
         plan.rows[request] = request.row(count, samples=end == ready)
@@ -196,13 +216,14 @@ class Scheduler:
             self._preempt(victim)
         return request.slot >= 0
 
-    def _admit(self, plan: StepPlan) -> list[Admission]:
+    def _admit(self, plan: StepPlan, most: int | None = None) -> None:
         """Admit waiting requests in order, as long as their whole prompts fit; plan their first rows."""
-        admissions: list[Admission] = []
+        if not self.waiting or plan.has_preempted or self.tiers.is_stale:
+            return
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
         passed: list[Request] = []  # the adapters of other requests hold all the places
-        while plan.budget > 0 and self._free_slots:
+        while plan.budget > 0 and self._free_slots and len(plan.admissions) != most:
             now = self._clock()
             request = self.waiting.first(now)
             # A preempted request whose last tokens are still being computed comes back when they are known.
@@ -228,14 +249,15 @@ class Scheduler:
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
                 self._stats.prompt_tokens += request.num_prompt
-            admissions.append(request.admission())
+                self.waiting.take_turn(request, request.num_prompt - request.num_scheduled)
+            plan.admissions.append(request.admission())
+            plan.is_fixed = True
             self._plan_row(request, plan)
             # Not while blocks of its prefix are being restored: no other request may read them yet.
             if request in plan.rows:
                 self.kv.register(request)
         for request in passed:
             self.waiting.add(request)
-        return admissions
 
     def _preempt(self, request: Request) -> None:
         """Return a running request to the queue. Its blocks stay cached until they are evicted."""
@@ -286,6 +308,10 @@ class Scheduler:
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 drafted = result.drafts.get(indices[-1], []) if row.drafts else None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent, drafted))
+        if self.waiting.is_shared:
+            for output in outputs:
+                if (running := self.requests.get(output.request_id)) is not None:
+                    self.waiting.charge(running.message.client, len(output.tokens))
         self.kv.drop_replaced()
         return outputs
 

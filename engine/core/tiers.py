@@ -23,9 +23,10 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.cache.tiers.names import DISK, PEER, tier_of
 from penstock.engine.core.cache_history import CacheHistory
+from penstock.engine.core.fair_queue import WaitingQueue
 from penstock.engine.core.page_keys import PageKeys
 from penstock.engine.core.prefix_loads import LookUp, PrefixLoads
-from penstock.engine.core.request import Claim, Request, WaitingQueue
+from penstock.engine.core.request import Claim, Request
 from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import MissReason
 from penstock.executor.protocol import ModelInfo, Step, StepResult, TransferResult, Transfers

@@ -28,6 +28,7 @@ class SubmitFields(TypedDict, total=False):
     pooling: Pooled | None
     grammar: str | None
     adapter: str | None
+    client: bytes
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

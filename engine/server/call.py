@@ -53,6 +53,15 @@ class Call:
         return self.key, hashlib.sha256(b",".join(named)).digest() if named else b""
 
     @property
+    def client(self) -> bytes:
+        """Return the client for which the engine queues this request: a digest of the owner, or where nothing names one,
+        of the X-Session-ID header; empty without that."""
+        owner = self.owner
+        sessions = [value for name, value in self.scope["headers"] if name == b"x-session-id"]
+        named = repr(owner).encode() if any(owner) else b",".join(sessions)
+        return hashlib.sha256(named).digest()[:8] if named else b""
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(answer.num_prompt_tokens for answer in self.answers)
 

@@ -140,7 +140,7 @@ class Service:
         if call.rendered is not None:
             call.rendered += [(prompt, params) for prompt in prompts]
             return
-        options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt}
+        options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "client": call.client}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
         for prompt in prompts:
             fitting = params

@@ -136,6 +136,7 @@ class Life:
         if self.has["peer"]:
             peer, wait_s = rng.choice([(None, 0.0), (name_of_peer(rig), rng.choice([0.002, 0.05]))])
             message = msgspec.structs.replace(message, peer=peer, peer_wait_s=wait_s)
+        message = msgspec.structs.replace(message, client=b"abc"[len(self.messages) % 3 :][:1])
         self.messages[message.request_id] = message
         rig.submit(message)
 
