@@ -128,6 +128,9 @@ def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> Non
     check_penstock(command)
     assert last_stage["HEALTHCHECK"].split("CMD ")[1] == '["python", "-m", "penstock.health"]'
     assert last_stage["EXPOSE"] == "8000"
+    kept = dict(re.findall(r"(HF_HOME|TRITON_CACHE_DIR)=(\S+)", last_stage["ENV"]))
+    assert kept["TRITON_CACHE_DIR"].startswith(kept["HF_HOME"] + "/") and "/penstock/models" in kept["HF_HOME"]
+    assert all(f":{kept['HF_HOME']}" in path.read_text() for path in COMPOSE)
     for word, rest in lines:
         assert word != "ADD"
         assert word != "FROM" or re.match(r"python:\d+\.\d+-slim-\w+", rest)
