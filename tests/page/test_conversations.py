@@ -28,10 +28,8 @@ def titles(page: Page) -> list[str]:
 
 
 def kept(page: Page) -> list[dict[str, Any]]:
-    stored = (
-        "Object.keys(localStorage).filter(k => k.startsWith('penstock-chat:')).map(k => JSON.parse(localStorage[k]))"
-    )
-    conversations: list[dict[str, Any]] = page.evaluate(stored)
+    keys = "Object.keys(localStorage).filter(k => k.startsWith('penstock-chat:'))"
+    conversations: list[dict[str, Any]] = page.evaluate(f"{keys}.map(k => JSON.parse(localStorage[k]))")
     return conversations
 
 
@@ -96,9 +94,8 @@ def test_the_newest_fifty_readable_conversations_are_kept_if_they_fit(browser: A
             page.answer_texts("done")
             page.ask("abc")
             assert len(kept(page)) == left and titles(page)[1].startswith(f"talk {count - 1} ")
-            page.evaluate(
-                "(all) => all.forEach((text, i) => localStorage.setItem(`penstock-chat:x${i}`, text))", broken
-            )
+            store = "(all) => all.forEach((text, i) => localStorage.setItem(`penstock-chat:x${i}`, text))"
+            page.evaluate(store, broken)
             page.evaluate("localStorage.setItem('penstock-settings', '{broken')")
             page.reload()
             assert len(titles(page)) == left and titles(page)[0] == "abc"
@@ -112,9 +109,8 @@ def test_the_chat_goes_on_with_a_full_storage_and_a_note(browser: Any, slow: Run
         page.ask("more")
         assert "storage is full" in page.inner_text("#kept-note") and page.is_visible("#kept-note")
         assert [len(talk["turns"]) for talk in kept(page)] == [2]
-        page.evaluate(
-            "Object.keys(localStorage).forEach((key) => key.startsWith('penstock') || localStorage.removeItem(key))"
-        )
+        free = "Object.keys(localStorage).forEach((key) => key.startsWith('penstock') || localStorage.removeItem(key))"
+        page.evaluate(free)
         assert page.ask("again") == "three" and page.inner_text("#kept-note") == ""
         assert [len(talk["turns"]) for talk in kept(page)] == [6]
 

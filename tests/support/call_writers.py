@@ -23,11 +23,8 @@ def _text(value: Any) -> str:
 
 def _objects(before: str, after: str, join: str, key: str = "arguments") -> Callable[[Sequence[Call]], str]:
     def write(calls: Sequence[Call]) -> str:
-        return (
-            before
-            + join.join(f'{{"name": "{name}", "{key}": {_json(arguments)}}}' for name, arguments in calls)
-            + after
-        )
+        written = (f'{{"name": "{name}", "{key}": {_json(arguments)}}}' for name, arguments in calls)
+        return before + join.join(written) + after
 
     return write
 
@@ -121,11 +118,5 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
 }
 # The same with values as Python prints them, which is read, but forced of no model.
 PRINTED = _each(_python(repr), "<|tool_call_start|>[", "]<|tool_call_end|>", ", ")
-FORMS: dict[str, ToolFormat] = {
-    name: named(
-        name.split()[0],
-        {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}.get(name, ""),
-        False,
-    )
-    for name in WRITERS
-}
+_MARKED = {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}  # what tells the form of a format
+FORMS: dict[str, ToolFormat] = {name: named(name.split()[0], _MARKED.get(name, ""), False) for name in WRITERS}

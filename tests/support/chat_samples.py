@@ -6,8 +6,9 @@ from typing import Any
 
 _FOLDER = Path(__file__).parent / "templates"
 _NAMES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "generation", "harmony", "mistral_calls")
-_ALL = {name: (_FOLDER / f"{name}.jinja").read_text() for name in _NAMES}
-CHATML, LLAMA3, QWEN3, GEMMA, MISTRAL, GENERATION, HARMONY, MISTRAL_CALLS = _ALL.values()
+_ROLES = ("one_system", "developer_first")  # templates that take a system message in their own way
+_ALL = {name: (_FOLDER / f"{name}.jinja").read_text() for name in (*_NAMES, *_ROLES)}
+CHATML, LLAMA3, QWEN3, GEMMA, MISTRAL, GENERATION, HARMONY, MISTRAL_CALLS, ONE_SYSTEM, DEVELOPER_FIRST = _ALL.values()
 TEMPLATES = {name: _ALL[name] for name in _NAMES[:6]}
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -43,6 +43,10 @@ def arguments_of(text: str) -> Any:
 # Chats.
 
 
+def tool(**function: Any) -> Json:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
 def chat_usage(usage: Json) -> tuple[int, int, int]:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
@@ -225,7 +229,7 @@ APIS = {
         {"stream": True, "stream_options": {"include_usage": True}},
         whole_chat,
         streamed_chat,
-        lambda name, schema: {"type": "function", "function": {"name": name, "parameters": schema}},
+        lambda name, schema: tool(name=name, parameters=schema),
     ),
     "responses": Api(
         "/v1/responses",

@@ -30,15 +30,8 @@ from tests.support.fake_engine import byte_tokenizer
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
 CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
 
-WEATHER = ToolSpec(
-    "weather",
-    {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-)
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("written.json").read_text())
+WEATHER = ToolSpec("weather", _DATA["weather"])
 CLOCK = ToolSpec("clock", {"type": ["object", "null"], "properties": {}, "additionalProperties": False})
 # The formats that have objects as calls, and what each makes of one call, and of two.
 FORMATS: dict[str, ToolFormat] = {
@@ -50,7 +43,6 @@ CALLS = {name: WRITERS[name]([("weather", {"city": "Ulm"}), ("clock", {})]) for 
 ReadCalls = list[tuple[str, str]]
 Read = tuple[str, str, ReadCalls]  # the reader's answer: reasoning, content, calls
 Sample = tuple[str, str, ReadCalls]
-_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("written.json").read_text())
 
 
 def _samples(section: str) -> dict[str, list[Sample]]:

@@ -42,9 +42,8 @@ def test_min_tokens_holds_an_end_back_until_a_grammar_ends() -> None:
     world.submit(submit("a", [1, 2], StructuredOutputs(regex="[ab]+"), 30, sampling=sampling))
     world.submit(submit("b", [3], StructuredOutputs(regex="[ab]{1,4}"), 30, sampling=sampling))
     # Ends at once when only an end may follow, though the lexer learns that late.
-    world.submit(
-        submit("c", [3], StructuredOutputs(grammar='start: "k" TAIL?\nTAIL: /z/ & /y/'), 30, sampling=sampling)
-    )
+    late = StructuredOutputs(grammar='start: "k" TAIL?\nTAIL: /z/ & /y/')
+    world.submit(submit("c", [3], late, 30, sampling=sampling))
     world.run()
     assert len(world.tokens("a")) >= 8
     assert len(world.tokens("b")) == 4 and world.last("b").finish_reason == "stop"
@@ -83,10 +82,8 @@ def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch: pyte
     compiler = GatedCompiler()
     compiler.start(grammar_source(LETTERS)).result.result(60)  # so that the limit is for the other grammar alone
     monkeypatch.setattr("penstock.engine.core.grammars.COMPILE_LIMIT_S", 0.05)
-    slow = StructuredOutputs(regex="slow")
-    assert_fails_alone(
-        Core(compiler=compiler), slow, "the grammar cannot be compiled: it was not compiled within 0.05 s", LETTERS
-    )
+    error = "the grammar cannot be compiled: it was not compiled within 0.05 s"
+    assert_fails_alone(Core(compiler=compiler), StructuredOutputs(regex="slow"), error, LETTERS)
     compiler.gate.set()
 
 
@@ -193,9 +190,8 @@ def test_forced_and_drafted_tokens_change_no_answer(
         num_preempted += stats.num_preemptions
         for message, pattern in messages:
             alone = Core(max_in_flight=1, groups=groups)
-            alone.submit(
-                msgspec.structs.replace(message, sampling=msgspec.structs.replace(message.sampling, logprobs=0))
-            )
+            sampling = msgspec.structs.replace(message.sampling, logprobs=0)
+            alone.submit(msgspec.structs.replace(message, sampling=sampling))
             alone.run()
             got, expected = world.tokens(message.request_id), alone.tokens(message.request_id)
             assert alone.core.stats().forced_tokens == 0

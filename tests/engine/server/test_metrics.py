@@ -1,5 +1,6 @@
 """The metrics at /metrics have vLLM's names, true numbers, and no label that a client can grow."""
 
+import math
 import random
 import string
 import time
@@ -19,6 +20,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExpertUpdate, Sampling
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine
+from tests.support.refusals import cases
 from tests.support.running_server import Running, running, started, until
 from tests.support.three_apis import APIS
 
@@ -35,42 +37,15 @@ def samples(server: Running) -> dict[str, float]:
     return values
 
 
+def assert_samples(server: Running, section: str) -> None:
+    expected, seen = dict(cases(__file__, section)), samples(server)
+    assert {name: seen.get(name, math.nan) for name in expected} == pytest.approx(expected)
+
+
 def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
-    server.engine.stats = Stats(
-        num_running=3,
-        num_waiting=4,
-        num_blocks=64,
-        num_used_blocks=16,
-        num_cached_blocks=20,
-        num_steps=4,
-        step_s=0.5,
-        prefix_queries=100,
-        prefix_hits=25,
-        num_preemptions=2,
-        prompt_tokens=77,
-        generation_tokens=88,
-        num_drafts=3,
-        draft_tokens=12,
-        accepted_tokens=9,
-        accepted_at=[6, 3],
-    )
+    server.engine.stats = Stats(**dict(cases(__file__, "figures of an engine")))
     server.call(lambda: server.engine.on_step(Outputs([], Stats(), step_tokens=40)))
-    seen = samples(server)
-    assert seen["vllm:num_requests_running{}"] == 3
-    assert seen["vllm:num_requests_waiting{}"] == 4
-    assert seen["vllm:kv_cache_usage_perc{}"] == 0.25
-    assert seen["vllm:cache_config_info{block_bytes=1048576,block_size=16,num_gpu_blocks=64}"] == 1
-    assert seen["vllm:prefix_cache_hits_total{}"] / seen["vllm:prefix_cache_queries_total{}"] == 0.25
-    assert seen["vllm:num_preemptions_total{}"] == 2
-    assert (seen["vllm:prompt_tokens_total{}"], seen["vllm:generation_tokens_total{}"]) == (77, 88)
-    assert seen["vllm:iteration_tokens_total_sum{}"] == 40
-    states = {state: seen[f"penstock:kv_device_blocks{{state={state}}}"] for state in ("all", "held", "cached")}
-    assert states == {"all": 64, "held": 16, "cached": 20}
-    assert (seen["penstock:step_seconds_sum{}"], seen["penstock:step_seconds_count{}"]) == (0.5, 4)
-    drafts = [seen[f"vllm:spec_decode_num_{name}_total{{}}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    assert drafts == [3, 12, 9]
-    by_place = [seen[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={place}}}"] for place in range(2)]
-    assert by_place == [6, 3]
+    assert_samples(server, "samples of these figures")
 
 
 def test_tiers_and_experts_are_labelled_and_absent_without_any(server: Running) -> None:
@@ -80,39 +55,22 @@ def test_tiers_and_experts_are_labelled_and_absent_without_any(server: Running) 
         "disk": {"hit_tokens": 16, "bytes_per_s": 1e9},
     }
     server.engine.stats = Stats(num_blocks=64, tiers=tiers)
-    seen = samples(server)
-    assert seen["penstock:kv_tier_hit_tokens_total{tier=host}"] == 32
-    assert seen["penstock:kv_tier_hit_tokens_total{tier=disk}"] == 16
-    assert seen["penstock:kv_tier_used_blocks{tier=host}"] == 5
-    assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
+    assert_samples(server, "samples of tiers")
     loads: dict[str, Any] = {
         "rank_load": array("f", [0.25, 0.75]).tobytes(),
         "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes(),
     }
     server.engine.stats = Stats(experts=ExpertUpdate(balance=0.5, num_moved=3, **loads))
-    seen = samples(server)
-    assert seen["penstock:expert_balance{}"] == 0.5 and seen["penstock:expert_moved_total{}"] == 3
-    assert [seen[f"penstock:expert_rank_load{{rank={rank}}}"] for rank in range(2)] == [0.25, 0.75]
-    assert [seen[f"penstock:expert_load{{expert={expert}}}"] for expert in range(3)] == [0.5, 0.25, 0.25]
+    assert_samples(server, "samples of experts")
 
 
 def test_requests_are_measured_once_whole_or_streamed(server: Running) -> None:
+    """The queue's time has vLLM's buckets, and smaller ones that show an empty queue."""
     server.complete("abc", max_tokens=5)
     server.complete("abc", max_tokens=5, stream=True)
     server.complete("abcd", stop="cd", max_tokens=5)
     until(lambda: samples(server)["vllm:request_prompt_tokens_count{}"] == 3)  # the client may be faster
-    seen = samples(server)
-    assert seen["vllm:request_prompt_tokens_sum{}"] == 10
-    assert seen["vllm:request_generation_tokens_sum{}"] == 5 + 5 + 4
-    assert seen["vllm:time_to_first_token_seconds_count{}"] == 3
-    assert seen["vllm:e2e_request_latency_seconds_count{}"] == 3
-    assert seen["vllm:request_queue_time_seconds_sum{}"] == pytest.approx(0.003)
-    assert seen["vllm:request_queue_time_seconds_bucket{le=0.005}"] == 3, "an empty queue is shown"
-    assert seen["vllm:request_queue_time_seconds_bucket{le=0.3}"] == 3, "vLLM's bounds are there too"
-    assert seen["vllm:request_max_num_generation_tokens_sum{}"] == 5 + 5 + 4
-    assert seen["vllm:request_prefill_time_seconds_count{}"] == 3
-    assert seen["vllm:request_success_total{finished_reason=length}"] == 2
-    assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
+    assert_samples(server, "samples of three requests")
     until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)
 
 

@@ -22,6 +22,7 @@ from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
 from tests.support.fake_engine import FakeEngine
 from tests.support.refusals import cases, table
 from tests.support.running_server import Running, running, until
+from tests.support.three_apis import tool
 
 
 def post(server: Running, path: str, body: bytes, content_type: str = "application/json") -> httpx.Response:
@@ -42,14 +43,7 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
 
 
 MESSAGE = {"role": "user", "content": "hello"}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Weather."}},
-    {"type": "function", "function": {"name": "clock"}},
-]
-
-
-def tool(**function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **function}}
+TOOLS = [tool(name="weather", description="Weather."), tool(name="clock")]
 
 
 def past(*ids: str, role: str = "assistant", arguments: str = "{}") -> dict[str, Any]:
@@ -169,15 +163,10 @@ def test_a_prompt_that_cannot_fit_is_refused_untokenized(server: Running, monkey
     assert "200000 characters" in message
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "limit", "param"),
-    [
-        ("/v1/completions", {"prompt": ["abcd"] * 3, "prompt_logprobs": 3}, 12 * 2 * 4, "prompt_logprobs"),
-        ("/v1/completions", {"prompt": ["abcd"] * 3, "echo": True, "logprobs": 3}, 12 * 2 * 4, "logprobs"),
-        ("/v1/chat/completions", {"messages": [MESSAGE], "prompt_logprobs": 1}, 13 * 2, "prompt_logprobs"),
-    ],
-    ids=["prompts", "an echo", "a chat, whose prompt is counted once"],
-)
+TOO_MANY = cases(__file__, "too many log probabilities", pytest=pytest, MESSAGE=MESSAGE)
+
+
+@pytest.mark.parametrize(("path", "fields", "limit", "param"), TOO_MANY)
 def test_log_probabilities_of_prompts_are_bounded(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], limit: int, param: str
 ) -> None:

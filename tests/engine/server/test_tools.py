@@ -11,18 +11,14 @@ from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine, line_template
 from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
-from tests.support.three_apis import APIS, SCHEMA
+from tests.support.three_apis import SCHEMA, tool
 
-TOOLS = [APIS["chat"].tool("weather", SCHEMA), {"type": "function", "function": {"name": "clock"}}]
+TOOLS = [tool(name="weather", parameters=SCHEMA), tool(name="clock")]
 MESSAGES = [{"role": "user", "content": "Ulm?"}]
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
-
-
-def tool(**function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **function}}
 
 
 def result(call_id: str) -> dict[str, Any]:

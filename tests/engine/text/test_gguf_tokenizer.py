@@ -88,9 +88,8 @@ def test_gemma_s_runs_of_spaces_and_merges_are_those_of_transformers(tmp_path: P
     tokens = [*sorted(model["vocab"], key=model["vocab"].get), "  ", "   ", "<start_of_turn>", "<end_of_turn>"]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 261), CONTROL, CONTROL]
     scores = [0.0] * len(tokens)  # not the order of the merges
-    path = sentencepiece_file(
-        tmp_path / "m.gguf", "gemma3", tokens=tokens, token_type=types, scores=scores, add_space_prefix=False
-    )
+    changes: dict[str, Any] = {"tokens": tokens, "token_type": types, "scores": scores, "add_space_prefix": False}
+    path = sentencepiece_file(tmp_path / "m.gguf", "gemma3", **changes)
     backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
     ours = load(path)
     assert ours.eos_ids == {2, len(tokens) - 1}

@@ -1,6 +1,7 @@
 """The server and the router render a request to the same ids, or the server refuses it and the router leaves that to it."""
 
 import asyncio
+import contextlib
 import json
 import random
 from typing import Any, cast
@@ -60,16 +61,20 @@ def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
         return str(error)
 
 
+def hinted(body: bytes, template: ChatTemplate = TEMPLATE) -> tuple[list[int] | None, bool]:
+    """Return the ids that the router places a request by, and whether it sends them in place of the text."""
+    with contextlib.closing(PromptReader(TOKENIZER, template)) as texts:
+        try:
+            hint = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
+        except HttpError:
+            hint = None
+    return (None, False) if hint is None else (memoryview(hint[0]).cast("i").tolist(), hint[1])
+
+
 def routed(body: bytes) -> list[int] | None:
     """Return the ids that the router sends in place of the text, or None if it sends the text itself, for the replica to judge."""
-    texts = PromptReader(TOKENIZER, TEMPLATE)
-    try:
-        ids = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
-        return memoryview(ids[0]).cast("i").tolist() if ids is not None and ids[1] else None
-    except HttpError:
-        return None
-    finally:
-        texts.close()
+    ids, is_sent = hinted(body)
+    return ids if is_sent else None
 
 
 @pytest.mark.parametrize("name", sorted(NOT_VARIABLES))
@@ -91,10 +96,7 @@ def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: st
     assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
     body = json.dumps({"messages": messages}).encode()
     assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
-    texts = PromptReader(TOKENIZER, template)
-    hint = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
-    texts.close()
-    assert hint is not None and memoryview(hint[0]).cast("i").tolist() == TOKENIZER.encode(text, False)
+    assert hinted(body, template)[0] == TOKENIZER.encode(text, False)
 
 
 FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY=REPLY))

@@ -196,20 +196,7 @@ def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str
     assert template.render(messages_of(chat)).removesuffix("None") == expected
 
 
-ONE_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"
-    "{% elif m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
-)
-DEVELOPER_FIRST = (
-    "{% if messages[0].role in ('system', 'developer') %}[developer]{{ messages[0].content }}{% endif %}"
-    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
-)
-
-
-ROLES = {"ONE_SYSTEM": ONE_SYSTEM, "DEVELOPER_FIRST": DEVELOPER_FIRST, "chat_samples": chat_samples}
-
-
-@pytest.mark.parametrize(("source", "roles", "expected"), cases(__file__, "system messages", **ROLES))
+@pytest.mark.parametrize(("source", "roles", "expected"), cases(__file__, "system messages", chat_samples=chat_samples))
 def test_no_developer_or_second_system_message_is_lost(source: str, roles: str, expected: str) -> None:
     names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     messages = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]

@@ -91,17 +91,17 @@ def value(choose: random.Random, schema: dict[str, Any]) -> Any:
 
 
 def schema_at_random(choose: random.Random, depth: int) -> dict[str, Any]:
-    kind = choose.choice(
-        ["string", "integer", "number", "boolean", ["integer", "null"], "string", *(["array", "object"] * depth)]
-    )
+    scalars = ["string", "integer", "number", "boolean", ["integer", "null"], "string"]
+    kind = choose.choice([*scalars, *(["array", "object"] * depth)])
     if kind == "array":
         return {"type": "array", "items": schema_at_random(choose, depth - 1)}
     if kind == "object":
-        return {
-            "type": "object",
-            "properties": {f"k{n}": schema_at_random(choose, depth - 1) for n in range(choose.randint(0, 3))},
-        }
+        return object_at_random(choose, depth - 1, [f"k{n}" for n in range(choose.randint(0, 3))])
     return {"type": kind}
+
+
+def object_at_random(choose: random.Random, depth: int, names: Sequence[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: schema_at_random(choose, depth) for name in names}}
 
 
 @pytest.mark.parametrize(("name", "write"), [*WRITERS.items(), ("lfm2", PRINTED)])
@@ -110,10 +110,7 @@ def test_random_calls_come_back_as_they_were_written(name: str, write: Callable[
     for _ in range(15):
         tools, calls = [], []
         for number in range(choose.randint(1, 3)):
-            parameters = {
-                "type": "object",
-                "properties": {f"p-{n}".replace("-", "_"): schema_at_random(choose, 2) for n in range(4)},
-            }
+            parameters = object_at_random(choose, 2, ["p_0", "p_1", "p_2", "p_3"])
             tools.append(ToolSpec(f"f{number}", parameters))
             calls.append((f"f{number}", value(choose, parameters)))
         calls = calls[: None if FORMS[name].has_many else 1]
@@ -197,9 +194,8 @@ def test_calls_in_a_text_that_a_grammar_allows_keep_to_their_schemas(name: str, 
             at += is_next
             if followed.validate_tokens([*piece]) < len(piece):
                 bias = followed.compute_logit_bias()
-                piece = bytes(
-                    [choose.choice([byte for byte in range(256) if bias[byte] and (byte < 127 or not bias[32])])]
-                )
+                allowed = [byte for byte in range(256) if bias[byte] and (byte < 127 or not bias[32])]
+                piece = bytes([choose.choice(allowed)])
             assert followed.consume_tokens([*piece])
             text += piece
         if not followed.is_accepting():

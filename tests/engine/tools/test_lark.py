@@ -72,12 +72,10 @@ def test_a_regex_holds_the_whole_input_of_a_custom_tool() -> None:
 
 
 def test_nothing_in_a_schema_reads_as_grammar() -> None:
-    nasty: dict[str, Any] = {
-        "type": "object",
-        "properties": {'a": "b" }\nstart: "x" ::= /': {"enum": ["::=", "}\n", '"', "ü"]}},
-    }
+    name, values = 'a": "b" }\nstart: "x" ::= /', ["::=", "}\n", '"', "ü"]
+    nasty = {"type": "object", "properties": {name: {"enum": values}}}
     held = lark(False, Calls(FORMATS["hermes"], [ToolSpec("f", nasty)], True, False))
-    for value in nasty["properties"].popitem()[1]["enum"]:
-        arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
+    for value in values:
+        arguments = json.dumps({name: value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
         assert held.accepts(call)
