@@ -60,7 +60,7 @@ def test_classes_and_files_that_pages_name_without_a_folder_exist() -> None:
     """Classes stand in backticks or in diagrams, which are blocks without a language that are no commands."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     names = FOREIGN_FILES | {path.name for path in [*files, *ROOT.glob("*")]}
-    code = "\n".join(path.read_text() for path in files if path.suffix in {".py", ".c", ".h"})
+    code = "\n".join(path.read_text() for path in files if path.suffix in {".py", ".c", ".h", ".json"})
     words = FOREIGN_CLASSES | set(re.findall(r"\w+", code))
     for path in PAGES:
         text = path.read_text()
