@@ -279,17 +279,7 @@ def test_a_host_that_is_refused_is_named_with_the_option_that_allows_it(small: E
 
 
 @pytest.mark.parametrize("kind", ["server", "router"])
-@pytest.mark.parametrize(
-    ("settings", "answered"),
-    [
-        ({"allowed_hosts": ("LLM.example", "[2001:db8::1]")}, {"llm.example:80", "[2001:db8::1]", "localhost"}),
-        ({"allowed_hosts": ("*",)}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
-        ({"keys": (KEY,)}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
-        ({"keys": (KEY,), "allowed_hosts": ("llm.example",)}, {"llm.example:80", "localhost"}),
-        ({"host": "0.0.0.0"}, {"llm.example:80", "[2001:db8::1]", "localhost", "evil.example"}),
-    ],
-    ids=["listed", "any", "a key", "a key and listed", "every address"],
-)
+@pytest.mark.parametrize(("settings", "answered"), cases(__file__, "answered hosts", pytest=pytest, KEY=KEY))
 def test_hosts_are_answered_by_list_key_and_address(kind: str, settings: dict[str, Any], answered: set[str]) -> None:
     with serving(kind, **settings) as edge:
         for host in ("llm.example:80", "[2001:db8::1]", "localhost", "evil.example"):

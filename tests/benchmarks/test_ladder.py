@@ -19,6 +19,8 @@ import torch
 from benchmarks.gpu import ladder, machine, memcheck_part, pytest_part
 from packaging.utils import canonicalize_name
 
+from tests.support.refusals import cases
+
 ON_THE_MACHINE = (
     *("torch", "triton", "numpy", "pytest", "setuptools", *machine.PACKAGES),
     *("transformers", "huggingface-hub", "PyYAML"),  # the last two come with transformers
@@ -153,15 +155,7 @@ def test_findings_of_compute_sanitizer_are_reported(monkeypatch: pytest.MonkeyPa
     assert figure["ok"] and figure["skipped"] == "its time was over before the end" and figure["said"]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("[gw3] [ 25%] PASSED tests/a/test_b.py::test_c ", ("PASSED", "tests/a/test_b.py::test_c")),
-        ("tests/a/test_b.py::test_c[two words] FAILED      [ 50%]", ("FAILED", "tests/a/test_b.py::test_c[two words]")),
-        ("tests/a/test_b.py::test_c ", None),
-        ("E   AssertionError", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), cases(__file__, "lines of pytest"))
 def test_a_tests_outcome_is_read_with_and_without_xdist(line: str, expected: tuple[str, str] | None) -> None:
     match = pytest_part.OUTCOME.search(line)
     assert expected == (None if match is None else (match[1] or match[4], match[2] or match[3]))

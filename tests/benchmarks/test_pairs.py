@@ -103,11 +103,9 @@ def test_figures_keep_four_digits() -> None:
     assert [rounded(value) for value in (0.00123456, 12.3456, 123456.7, 0, None)] == [0.001235, 12.35, 123457, 0, None]
 
 
-SIDE = "import os, sys; sys.path.insert(0, {folder!r}); from pairs import answer_questions; {code}"
-
-
 def side(code: str) -> tuple[str, str, str]:
-    return sys.executable, "-c", SIDE.format(folder=str(pairs.HERE), code=code)
+    path = f"import os, sys; sys.path.insert(0, {str(pairs.HERE)!r})"
+    return sys.executable, "-c", f"{path}; from pairs import answer_questions; {code}"
 
 
 def test_a_process_answers_questions_and_is_stopped_in_between() -> None:

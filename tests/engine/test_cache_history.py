@@ -25,7 +25,7 @@ def reuse(world: World, name: str, prompt: list[int] = PROMPT, **options: Any) -
     return first.reuse
 
 
-def test_a_prompt_of_which_all_full_blocks_are_cached() -> None:
+def test_only_a_partial_block_is_missing_where_all_full_ones_are_cached() -> None:
     world = World()
     reuse(world, "a", [*PROMPT, 7])
     assert reuse(world, "b", [*PROMPT, 7, 8]) == Reuse({"device": 20}, "partial_block")
@@ -75,7 +75,7 @@ def test_after_a_reset_blocks_are_gone_without_a_time() -> None:
     assert reuse(world, "b") == Reuse({"device": 0}, "evicted")
 
 
-def test_other_salts_adapters_and_weights() -> None:
+def test_another_salt_or_adapter_or_other_weights_are_the_reason() -> None:
     world = World()
     reuse(world, "a")
     assert reuse(world, "b", cache_salt="s").reason == "other_salt"
@@ -85,7 +85,7 @@ def test_other_salts_adapters_and_weights() -> None:
     assert reuse(world, "e", cache_salt="s", adapter="x").reason == "weights_changed"
 
 
-def test_blocks_that_were_read_too_late() -> None:
+def test_blocks_that_are_read_too_late_have_timed_out() -> None:
     world = World(num_blocks=17, num_host_blocks=20, store=FlakyStore())
     reuse(world, "a")
     world.churn()
@@ -93,13 +93,13 @@ def test_blocks_that_were_read_too_late() -> None:
     assert reuse(world, "late") == Reuse({"device": 0}, "tier_timeout")
 
 
-def test_a_state_without_a_checkpoint_where_prompts_diverge() -> None:
+def test_a_state_has_no_checkpoint_where_prompts_diverge() -> None:
     world = World(groups=(GroupInfo(), GroupInfo("state", pages=3)), num_blocks=200)
     reuse(world, "a", list(range(40)))
     assert reuse(world, "b", [*range(22), 99, 98, 97]).reason == "no_checkpoint"
 
 
-def test_a_window_whose_blocks_are_gone() -> None:
+def test_the_blocks_of_a_window_have_been_evicted() -> None:
     world = World(groups=(GroupInfo(), GroupInfo("window", 2 * BLOCK_SIZE + 1)), num_blocks=60)
     prompt = list(range(33))
     reuse(world, "a", prompt)
@@ -107,7 +107,7 @@ def test_a_window_whose_blocks_are_gone() -> None:
     assert reuse(world, "b", prompt).reason == "evicted"
 
 
-def test_requests_that_compute_their_whole_prompt() -> None:
+def test_the_cache_is_disabled_for_a_request_that_computes_its_whole_prompt() -> None:
     world = World()
     reuse(world, "a")
     found = reuse(world, "b", sampling=Sampling(temperature=0.0, prompt_logprobs=1))

@@ -19,6 +19,7 @@ from penstock.engine.commands import terminal_chat
 from penstock.prove.own.server import group_of, stop
 from tests.support.bench_endpoint import endpoint, streamed
 from tests.support.default_file import needs_model
+from tests.support.refusals import cases
 from tests.support.router_stub import Seen, whole
 
 
@@ -63,15 +64,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, *words: str, questions: str) -> tuple[
     return main(["chat", *words]), printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("question", "shown", "error"),
-    [
-        ("refuse", "\n", "HTTP 400: too long"),
-        ("fail", "\n", "the answer failed: {'message': 'the core died'}"),
-        ("break", "half\n", "the server ended in the middle of the answer"),
-        ("wait", f"{PAUSED} (stopped)\n", ""),
-    ],
-)
+@pytest.mark.parametrize(("question", "shown", "error"), cases(__file__, "questions without an answer", PAUSED=PAUSED))
 def test_a_conversation_goes_on_after_an_answer_that_failed_or_was_stopped(
     question: str, shown: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def test_no_block_of_a_pool_that_is_far_too_small_is_wrong(capsys: pytest.Captur
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*WORLDS, *FAULTS])
-def test_every_world_and_every_fault(name: str, tmp_path: Path) -> None:
+def test_no_world_and_no_fault_has_findings(name: str, tmp_path: Path) -> None:
     words = ["prove", "--fault" if name in FAULTS else "--world", name, "--requests", "200", "--duration", "600"]
     if (FAULTS[name].world if name in FAULTS else name) in ("uniproc", "ranks", "tiers"):
         write_adapter(tmp_path)
@@ -66,7 +66,9 @@ def test_every_world_and_every_fault(name: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["qwen3.5", "granite4-mamba", "lfm2"])
-def test_models_that_keep_states(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_keep_states_have_no_findings(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Small random ones behind the default model's tokenizer."""
     write_folder(None, tmp_path)
     name, fields = RECURRENT[case]

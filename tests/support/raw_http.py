@@ -5,9 +5,22 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 
-from tests.support.running_server import connect, read_all
 
-__all__ = ["clients", "connect", "exchange", "mangled", "post", "read_all", "status"]
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(60)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while data := sock.recv(65536):
+            parts.append(data)
+    return b"".join(parts)
 
 
 @contextlib.contextmanager

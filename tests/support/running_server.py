@@ -27,6 +27,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
+from tests.support.raw_http import connect
 
 MODEL = "tiny"
 Served = TypeVar("Served")
@@ -153,15 +154,6 @@ def call_in(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> Any:
     return asyncio.run_coroutine_threadsafe(run(), loop).result(60)
 
 
-def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
-    sock = socket.socket()
-    if receive_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(60)
-    sock.connect(("127.0.0.1", port))
-    return sock
-
-
 def engine_of(folder: Path, tokenizer: Tokenizer | None = None, **executor: Any) -> AsyncEngine:
     """Return the engine of the model in `folder`, with a tokenizer of bytes unless another is given."""
     config = EngineConfig(executor=ExecutorConfig(model=str(folder), **executor), scheduler=SchedulerConfig())
@@ -195,11 +187,3 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
         found.append(json.loads(data))
         assert name == (f"event: {found[-1]['type']}\n" if has_names else "")
     return found
-
-
-def read_all(sock: socket.socket) -> bytes:
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while data := sock.recv(65536):
-            parts.append(data)
-    return b"".join(parts)

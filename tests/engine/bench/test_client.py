@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.commands.bench.measured import Outcome
 from penstock.prove.http_client import Client, Events, Target
 from tests.support.bench_endpoint import completion, endpoint
+from tests.support.refusals import cases
 from tests.support.router_stub import Answer, Seen, Stub
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
@@ -75,15 +76,7 @@ async def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_mor
         assert len(server.seen) == 4
 
 
-@pytest.mark.parametrize(
-    ("data", "closes", "message"),
-    [
-        (b"", True, "closed without an answer"),
-        (completion(3)[:200], True, "in the middle of the answer"),
-        (b"220 smtp ready\r\n", False, "not HTTP"),
-    ],
-    ids=["nothing", "half", "another protocol"],
-)
+@pytest.mark.parametrize(("data", "closes", "message"), cases(__file__, "no answers", HALF=completion(3)[:200]))
 async def test_an_incomplete_or_foreign_answer_is_an_error(data: bytes, closes: bool, message: str) -> None:
     async with connected(sending(data, closes)) as (client, _):
         with pytest.raises(ConnectionError, match=message):

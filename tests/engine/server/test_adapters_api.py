@@ -75,7 +75,7 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
     assert load(server, "again", path).status_code == 200 and ids(server, "again") == first
 
 
-def test_modules_on_the_command_line() -> None:
+def test_modules_are_read_from_the_command_line_or_refused() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     given = ["--enable-lora", "--lora-modules", "sql=/a", "--lora-modules", '{"name": "law", "path": "/b=c"}']

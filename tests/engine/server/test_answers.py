@@ -245,7 +245,7 @@ def test_pooling_is_the_server_s_unless_the_request_names_another() -> None:
         assert [options["pooling"] for _, _, options in server.engine.submitted] == ["mean", "last"]
 
 
-def test_tokenizing_and_back(server: Running) -> None:
+def test_a_text_is_tokenized_and_decoded_again(server: Running) -> None:
     tokens = server.post("/tokenize", {"prompt": "né"}).json()
     assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": None}
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}

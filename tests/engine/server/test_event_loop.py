@@ -21,10 +21,10 @@ from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 from tests.support.fake_engine import byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running
 
 HI = [{"role": "user", "content": "Hi"}]
-LONG = "x" * 5000
 
 
 def calls_in_loop(server: Running, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[bool]:
@@ -50,14 +50,7 @@ def test_many_log_probabilities_of_a_stream_are_formatted_in_a_thread(
     assert calls and not any(calls)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": [{"type": "text", "text": LONG}]},
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": LONG}}}]},
-    ],
-    ids=["a part", "a call"],
-)
+@pytest.mark.parametrize("message", cases(__file__, "long messages", pytest=pytest, LONG="x" * 5000))
 def test_threads_render_long_chats(server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]) -> None:
     calls = calls_in_loop(server, monkeypatch, prompts, "chat_prompt")
     for messages in ([*HI, message], HI):
