@@ -3,11 +3,13 @@
 No container engine or cluster is needed.
 """
 
+import copy
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml  # type: ignore[import-untyped]
 
@@ -47,6 +49,7 @@ class Pod:
 _MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 RESOURCES = [resource for path in _MANIFESTS for resource in yaml.safe_load_all(path.read_text())]
 PODS = {each["metadata"]["name"]: Pod(each) for each in RESOURCES if each["kind"] == "Deployment"}
+SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_schemas.json").read_text())
 REPLICA, ROUTER, BEHIND_PICKER = (PODS[f"penstock-{name}"] for name in ("replica", "router", "llm-d"))
 
 
@@ -73,6 +76,41 @@ def test_pods_have_valid_commands_probes_of_served_routes_and_time_to_drain(pod:
     waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod.spec["terminationGracePeriodSeconds"] > waits + DRAIN_S[verb] + 5
     assert {mount["name"] for mount in container.get("volumeMounts", [])} == pod.volumes.keys()
+
+
+def kind_of(document: dict[str, Any]) -> str:
+    return f"{document['apiVersion']} {document['kind']}"
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """Return all documents by kind and name, with that of the picker, which is a text in a ConfigMap."""
+    found = {f"{kind_of(each)} {each['metadata']['name']}": each for each in RESOURCES}
+    picker = yaml.safe_load(found["v1 ConfigMap penstock-picker"]["data"]["penstock.yaml"])
+    return copy.deepcopy(found | {f"{kind_of(picker)} picker": picker})
+
+
+def check_schema(document: dict[str, Any]) -> None:
+    """Raise ValidationError if a document differs from the schema of its kind."""
+    jsonschema.Draft202012Validator(SCHEMAS).validate({kind_of(document): document})
+
+
+@pytest.mark.parametrize("name", documents())
+def test_a_manifest_has_the_fields_and_types_of_the_published_api(name: str) -> None:
+    check_schema(documents()[name])
+
+
+@pytest.mark.parametrize(("name", "path", "key", "value"), cases(__file__, "wrong fields of manifests"))
+def test_a_wrong_field_of_a_manifest_is_found(name: str, path: list[str | int], key: str | int, value: Any) -> None:
+    document = documents()[name]
+    part: Any = document
+    for step in path:
+        part = part[step]
+    if value is None:
+        del part[key]
+    else:
+        part[key] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check_schema(document)
 
 
 def test_the_memory_of_a_replica_holds_its_tiers() -> None:

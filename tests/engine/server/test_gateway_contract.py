@@ -1,18 +1,28 @@
 """Routes and metrics that inference gateways read: each row names the specification that asks for it."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml  # type: ignore[import-untyped]
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Outputs, Stats
+from penstock.engine.server.kv_publisher import KvPublisher
+from penstock.engine.server.server_config import KvEventsConfig
 from penstock.executor.protocol import AdapterInfo
+from tests.support import endpoint_picker
+from tests.support.endpoint_picker import Picker, Unfit
 from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import cases, table
-from tests.support.running_server import Running, running
+from tests.support.running_server import MODEL, Running, running, until
 from tests.support.three_apis import APIS, SCHEMA
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -70,3 +80,67 @@ def test_rendering_refuses_what_the_route_itself_refuses(server: Running, path: 
             assert field.split(".")[0] in ("response_format", "structured_outputs"), "only a grammar is not compiled"
         else:
             assert (rendered.status_code, rendered.json()) == (itself.status_code, itself.json()), field
+
+
+MANIFEST = Path(__file__).parents[3] / "deploy/kubernetes/llm-d.yaml"
+PICKER = next(each for each in yaml.safe_load_all(MANIFEST.read_text()) if each["kind"] == "ConfigMap")
+CONFIG = yaml.safe_load(PICKER["data"]["penstock.yaml"].replace("smollm2", MODEL))
+
+
+@contextlib.contextmanager
+def replica() -> Iterator[tuple[Running, endpoint_picker.Server]]:
+    """Yield a real server with the block size of the manifest, which publishes its cache events; and the picker's view of it."""
+    with running(oracle_engine(max_model_len=4000, block_size=64)) as server, contextlib.ExitStack() as stack:
+        address, free = f"127.0.0.1:{server.port}", "tcp://127.0.0.1:*"
+        config = KvEventsConfig(True, endpoint=free, replay_endpoint=free, topic=f"kv@{address}@{MODEL}")
+        publisher = KvPublisher(server.app.service.info, config)
+        server.call(publisher.start)
+        stack.callback(server.call, publisher.close)
+        server.call(partial(server.app.kv_events.publish_to, publisher.publish))
+        stack.callback(server.call, partial(server.app.kv_events.publish_to, None))
+        ends = [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (publisher._socket, publisher._replay)]
+        yield server, stack.enter_context(contextlib.closing(endpoint_picker.Server(address, *ends)))
+
+
+def only_at(number: int) -> dict[str, dict[str, Any]]:
+    """Return requests with a long beginning that only one of two replicas has computed before."""
+    text = f"Only number {number} has this. " * 20
+    return {COMPLETIONS: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
+
+
+@pytest.fixture(scope="module")
+def two_replicas() -> Iterator[list[tuple[Running, endpoint_picker.Server]]]:
+    with replica() as first, replica() as second:
+        for number, (server, _) in enumerate((first, second)):
+            for path, body in only_at(number).items():
+                assert server.post(path, body | {"max_tokens": 1}).status_code == 200
+        yield [first, second]
+
+
+@pytest.mark.parametrize("path", NEEDED)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_picker_sends_a_request_to_the_replica_that_has_its_beginning(
+    two_replicas: list[tuple[Running, endpoint_picker.Server]], number: int, path: str
+) -> None:
+    picker = Picker(CONFIG, [view for _, view in two_replicas])
+    server, view = two_replicas[number]
+    until(lambda: picker.pick(path, only_at(number)[path]) == view.address)
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    until(lambda: picker.pick(path, NEEDED[path]) != "" and not view.keys)
+    for body in only_at(number).values():
+        assert server.post(COMPLETIONS if "prompt" in body else CHAT, body | {"max_tokens": 1}).status_code == 200
+    until(lambda: picker.pick(path, only_at(number)[path]) == view.address)
+
+
+@pytest.mark.parametrize("name", cases(__file__, "names that a picker needs"))
+def test_a_picker_refuses_a_server_that_lacks_a_name(
+    two_replicas: list[tuple[Running, endpoint_picker.Server]], name: str
+) -> None:
+    views = [view for _, view in two_replicas]
+    for view in views:
+        view.number, view.keys = 0, {}
+    other = name[0].encode() + b"X" * (len(name) - 1)
+    picker = Picker(CONFIG, views, lambda data: data.replace(name.encode(), other))
+    with pytest.raises(Unfit, match=name):
+        for path in NEEDED:
+            picker.pick(path, NEEDED[path])
