@@ -218,6 +218,7 @@ class Pool:
         self.heads = Heads(MAX_HEAD_BYTES, sys.maxsize)
         self.busy: set[Upstream] = set()
         self._idle: list[Upstream] = []
+        self._is_closed = False
 
     def take_idle(self) -> Upstream | None:
         while self._idle:
@@ -231,7 +232,6 @@ class Pool:
         try:
             async with within(self.connect_timeout_s):
                 _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port)
-                return upstream
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
         except OSError as error:
@@ -239,6 +239,10 @@ class Pool:
             is_dead = not is_local and not isinstance(error, socket.gaierror)
             reason = error.strerror or type(error).__name__
             raise ConnectFailed(reason, is_dead=is_dead, is_local=is_local) from None
+        if self._is_closed:  # nobody would close it later
+            upstream.transport.abort()
+            raise ConnectFailed("the replica was removed")
+        return upstream
 
     def put_back(self, upstream: Upstream) -> None:
         self.busy.discard(upstream)
@@ -262,6 +266,7 @@ class Pool:
 
     def close(self) -> None:
         """Abort all connections, which calls `lost` of their sinks."""
+        self._is_closed = True
         idle, self._idle = self._idle, []
         for upstream in [*idle, *self.busy]:
             upstream.transport.abort()

@@ -1,5 +1,6 @@
 """The cache events of a replica, from its first block to its restart: its own stream, and what it publishes as vLLM does."""
 
+import asyncio
 import random
 import signal
 import socket
@@ -17,7 +18,7 @@ from penstock.engine.server import kv_publisher
 from penstock.engine.server.kv_publisher import KvPublisher
 from penstock.engine.server.server_config import KvEventsConfig
 from penstock.router.fleet import kv_feed
-from penstock.router.http.upstream import Dechunker
+from penstock.router.http.upstream import ConnectFailed, Dechunker, Pool
 from tests.support.fake_engine import INFO
 from tests.support.refusals import hardest
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
@@ -88,6 +89,20 @@ def test_a_stream_whose_snapshot_is_late_is_kept() -> None:
 def test_the_feed_of_a_replica_without_events_ends() -> None:
     with stub() as replica, running_router(replica.url) as router:
         until(lambda: all(feed.done() for feed in router.router.feeds._by_url.values()))
+
+
+def test_a_replica_that_is_removed_while_its_feed_connects_keeps_no_connection() -> None:
+    async def remove_early(port: int) -> None:
+        pool = Pool("127.0.0.1", port, b"", 60.0)
+        connecting = asyncio.create_task(pool.connect())
+        await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(ConnectFailed, match="was removed"):
+            await connecting
+
+    with stub() as replica:
+        asyncio.run(remove_early(replica.server_address[1]))
+        until(lambda: replica.num_closed == 1)
 
 
 def test_chunks_are_decoded_wherever_the_bytes_are_cut() -> None:
