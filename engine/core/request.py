@@ -160,10 +160,6 @@ class Request:
             return tuple(self.tokens[self.num_known :])
         return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
-    def is_late(self, now_s: float, patience_s: float) -> bool:
-        """Return whether the request has waited so long that it is admitted with any priority."""
-        return now_s - self.arrival_s > patience_s
-
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt

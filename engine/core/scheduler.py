@@ -231,7 +231,7 @@ class Scheduler:
                 break
             adapter = request.message.adapter
             if max_loras and adapter not in adapters and len(adapters) > max_loras:
-                if request.is_late(now, self.config.patience_s) or len(passed) == MOST_PASSED:
+                if now - request.arrival_s > self.config.patience_s or len(passed) == MOST_PASSED:
                     break  # admit nothing until there is a place: one of the running adapters gets no more requests
                 self.waiting.remove(request)
                 passed.append(request)
