@@ -151,7 +151,7 @@ class Scheduler:
         running = [each for each in self.running if each not in overtaken] if overtaken else [*self.running]
         self._plan_rows(running, plan)
         if overtaken:
-            self._admit(plan, most=1)
+            self._admit(plan, overtaken)
             self._plan_rows(overtaken, plan)
         self._admit(plan)
         # Running requests take a block each before long, and waiting ones take all there are.
@@ -216,18 +216,21 @@ class Scheduler:
             self._preempt(victim)
         return request.slot >= 0
 
-    def _admit(self, plan: StepPlan, most: int | None = None) -> None:
-        """Admit waiting requests in order, as long as their whole prompts fit; plan their first rows."""
+    def _admit(self, plan: StepPlan, overtaken: Sequence[Request] = ()) -> None:
+        """Admit waiting requests in order, as long as their whole prompts fit and they come before those that are
+        `overtaken`; plan their first rows."""
         if not self.waiting or plan.has_preempted or self.tiers.is_stale:
             return
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}
         passed: list[Request] = []  # the adapters of other requests hold all the places
-        while plan.budget > 0 and self._free_slots and len(plan.admissions) != most:
+        while plan.budget > 0 and self._free_slots:
             now = self._clock()
             request = self.waiting.first(now)
             # A preempted request whose last tokens are still being computed comes back when they are known.
             if request is None or request.num_pending > 0:
+                break
+            if not all(self.waiting.is_before(request, each) for each in overtaken):
                 break
             adapter = request.message.adapter
             if max_loras and adapter not in adapters and len(adapters) > max_loras:

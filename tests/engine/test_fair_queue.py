@@ -85,19 +85,20 @@ def test_an_idle_client_has_no_advantage_later_and_use_of_a_free_engine_is_no_de
 @pytest.mark.parametrize(
     ("client", "priority", "num_waiting", "planned"),
     [
-        ("B", 0, 1, [("B", 0, 4), ("A", 10, 6)]),
+        ("B", 0, 1, [("B", 0, 3), ("B", 0, 3), ("A", 10, 4)]),
         ("B", 1, 0, [("A", 10, 10)]),
         ("A", -1, 1, [("A", 10, 10)]),
     ],
 )
-def test_a_request_overtakes_a_long_prompt_of_a_client_that_has_used_more(
+def test_requests_overtake_a_long_prompt_of_a_client_that_has_used_more(
     client: str, priority: int, num_waiting: int, planned: list[tuple[str, int, int]]
 ) -> None:
     world = World(max_num_batched_tokens=10, max_in_flight=1)
     for number in range(1 + num_waiting):
         world.submit(submit(f"A{number}", [number] * 40, client=b"A"))
     world.step()
-    world.submit(submit("short", [2] * 4, client=client.encode(), priority=priority))
+    for number in range(2):
+        world.submit(submit(f"short{number}", [2 + number] * 3, client=client.encode(), priority=priority))
     step, names = world.plan(), {request.slot: request.message for request in world.scheduler.running}
     assert [(names[row.slot].client.decode(), row.start, row.count) for row in step.rows] == planned
 
