@@ -28,7 +28,10 @@ INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
 # pip compiles bytecode of every module of torch, which takes longer than the download; Python does it for those it imports.
-PIP := $(BIN)/pip install -qq --no-compile --disable-pip-version-check -c .venv/constraints.txt
+INSTALL := $(BIN)/pip install --no-compile --disable-pip-version-check -c .venv/constraints.txt
+PIP := $(INSTALL) -qq
+# Of what pip prints, the large files as they come and the start of unpacking: minutes on a slow or busy machine.
+LARGE := sed -un -e 's/^ *Downloading \([^ ]*\) (\([0-9.]* MB\)).*/      downloading \1, \2/p' -e 's/^Installing collected.*/      unpacking/p'
 # Two processes. Each begins with one half of the tests, and whoever is done first takes over from the other's end.
 # A process that dies is not replaced: the plugin would wait for ever in the end. ARGS=-n0 runs everything in one process.
 SPREAD := -n 2 --dist worksteal --max-worker-restart 0
@@ -143,12 +146,12 @@ $(TOOLS):
 
 $(RUNTIME): pyproject.toml setup.py constraints.txt | $(TOOLS)
 	@echo "[2/4] installing torch and the other runtime packages (about 250 MB)"
-	$(PIP) --no-build-isolation -e .
+	$(INSTALL) --no-build-isolation -e . | $(LARGE)
 	touch $@
 
 $(INSTALLED): $(RUNTIME)
 	@echo "installing the development packages: pytest, mypy, Ray, a browser driver and others (about 200 MB)"
-	$(PIP) --no-build-isolation -e '.[dev]'
+	$(INSTALL) --no-build-isolation -e '.[dev]' | $(LARGE)
 	touch $@
 
 $(EXTENSION): $(wildcard csrc/*.c csrc/*.h csrc/*.py) | $(TOOLS)
