@@ -76,9 +76,10 @@ function tierMeters(series) {
   const words = `${figure(held)} held, ${figure(cached)} cached of ${blocksOf(all)}`;
   const rows = [meter("Device", held / all, words, cached / all)];
   const used = byLabel(series, "penstock:kv_tier_used_blocks", "tier");
+  const slots = byLabel(series, "penstock:kv_tier_slots", "tier"); // of the disk
   const capacity = byLabel(series, "penstock:kv_tier_capacity_blocks", "tier");
   for (const [tier, count] of used) {
-    const room = capacity.get(tier);
+    const room = capacity.get(tier) ?? slots.get(tier);
     const full = room ? `${figure(count)} of ${blocksOf(room)}` : blocksOf(count);
     rows.push(meter(tier[0].toUpperCase() + tier.slice(1), room ? count / room : 0, full));
   }

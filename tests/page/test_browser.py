@@ -145,7 +145,11 @@ def test_the_live_view_shows_the_figures_of_the_engine(browser: Any) -> None:
         prefix_hits=50,
         num_steps=4,
         step_s=0.1,
-        tiers={"host": {"used_blocks": 5, "capacity_blocks": 2048}, "disk": {"used_blocks": 7}},
+        tiers={
+            "host": {"used_blocks": 5, "capacity_blocks": 2048},
+            "disk": {"used_blocks": 7, "slots": 28},
+            "peer": {"used_blocks": 3},
+        },
     )
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)
@@ -158,7 +162,8 @@ def test_the_live_view_shows_the_figures_of_the_engine(browser: Any) -> None:
         assert rows == [
             "Device 16 held, 20 cached of 64 blocks · 64 MiB",
             "Host 5 of 2,048 blocks · 2.0 GiB",
-            "Disk 7 blocks · 7 MiB",
+            "Disk 7 of 28 blocks · 28 MiB",
+            "Peer 3 blocks · 3 MiB",
         ]
         engine.stats = Stats(num_running=4, prefix_queries=400, prefix_hits=200)
         page.wait_for("document.querySelector('.tile .figure').textContent === '4'")
