@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         if args.url or has_own or any(getattr(options, name) for name in (*FILES, "scripts")):
             raise ProveError("self-test: given; it starts the servers that it proves, and has no report in a file")
         return _run_self_test(options)
+    if options.restarts and args.url is None:
+        raise ProveError("restart: given; it restarts the server at a URL")
     if args.url is None:
         return _run_own(options)
     if has_own:

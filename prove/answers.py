@@ -77,6 +77,7 @@ class AskResult:
     usage: dict[str, int] = field(default_factory=dict)  # prompt_tokens, completion_tokens
     num_cached: int | None = None
     has_end_mark: bool = False  # of a stream
+    first_s: float = 0.0  # until the first byte of the body
 
     @property
     def first(self) -> TextChoice:

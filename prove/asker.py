@@ -36,6 +36,11 @@ class Asker:
         """End every request after so many seconds from now, or after the current share if that is earlier."""
         self.until_s = min(self._share_s, asyncio.get_running_loop().time() + seconds)
 
+    def pause(self, seconds: float) -> None:
+        """Extend the duration by a time that is not the server's."""
+        self._started_s += seconds
+        self.until_s = self._share_s = self._share_s + seconds
+
     @property
     def is_over(self) -> bool:
         return asyncio.get_running_loop().time() >= self.until_s
@@ -48,10 +53,12 @@ class Asker:
         request = self.client.target.request("POST", path, json.dumps(body).encode(), self.headers)
         self.num_bytes += len(request)
         loop, is_stream = asyncio.get_running_loop(), bool(body.get("stream"))
+        begun_s = loop.time()
 
         def take(status: int, data: bytes, _now_s: float) -> None:
             self.num_bytes += len(data)
             answer.status = status
+            answer.first_s = answer.first_s or loop.time() - begun_s
             if not patience.expired():
                 patience.reschedule(loop.time() + self.timeout_s)
             if not is_stream or status != 200:

@@ -4,6 +4,7 @@ A case asks for references without reuse, then asks again in the way that showed
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +30,11 @@ class CaseRequest(NamedTuple):
 
 class Case(NamedTuple):
     """A named case. `run` asks and compares; its docstring says what it sends and what a finding means. `needs`:
-    abilities without which the server refuses it."""
+    abilities without which the server refuses it, or options (`--restart`) without which it is left out."""
 
     run: Callable[["CaseRun"], Coroutine[Any, Any, None]]
     needs: Sequence[str] = ()
+    is_long: bool = False  # it may take more than MAX_CASE_S
 
 
 @dataclass
@@ -44,6 +46,7 @@ class CaseRun:
     sent: list[list[CaseRequest]] = field(default_factory=list)  # the requests of one list were sent at the same time
     num_findings: int = 0
     is_cache_empty: bool = False  # when it begins
+    left_out: str = ""  # why the case could not go on
     refusal: str = ""  # what the server does not support
 
     def __post_init__(self) -> None:
@@ -145,9 +148,12 @@ class CaseRun:
 
 async def run_case(name: str, case: Case, proof: Proof) -> None:
     """Run one case; note in the proof how it ended."""
-    proof.asker.limit(MAX_CASE_S)
+    proof.asker.limit(math.inf if case.is_long else MAX_CASE_S)
     missing = [need for need in case.needs if need not in proof.abilities.supported]
-    if missing:
+    options = [need for need in missing if need.startswith("--")]
+    if options:
+        proof.cases[name] = f"left out: it needs {', '.join(options)}"
+    elif missing:
         proof.cases[name] = f"refused: the server lacks {', '.join(missing)}"
     elif proof.asker.is_over or proof.asker.num_bytes > proof.options.max_bytes:
         proof.cases[name] = "left out: no time or bytes left"
@@ -158,7 +164,7 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
         await case.run(run)
         await run.compare_reused()
         proof.cases[name] = f"{run.num_findings or 'no'} findings"
-        if not run.num_findings and proof.asker.is_over:
-            proof.cases[name] = "left out: not done in time"
+        if not run.num_findings and (run.left_out or proof.asker.is_over):
+            proof.cases[name] = f"left out: {run.left_out or 'not done in time'}"
         elif not run.num_findings and run.refusal:
             proof.cases[name] = f"refused: {run.refusal}"

@@ -43,6 +43,10 @@ class ProveOptions:
     cases: tuple[str, ...] = ()
     lists_cases: bool = False
     self_test: bool = False
+    restart: str | None = None
+    stop: str | None = None
+    start: str | None = None
+    expect_restored: bool = False
     scripts: str | None = None
     log: str | None = None
     json: str | None = None
@@ -66,10 +70,18 @@ class ProveOptions:
         for option, value in (("case", self.cases), ("scripts", self.scripts)):
             if value and self.faults:
                 raise ProveError(f"{option}: given; with --fault there are neither cases nor scripts")
+        if (self.stop is None) != (self.start is None) or (self.restart and self.stop):
+            raise ProveError("restart: --restart, or --stop and --start together, is expected")
+        if self.expect_restored and not self.restarts:
+            raise ProveError("expect-restored: given; it requires --restart, or --stop and --start")
         for name in ("rate", "duration", "timeout"):
             value = getattr(self, name)
             if not 0 < value <= MAX_SECONDS:  # a NaN, too
                 raise ProveError(f"{name}: {value:g} given; above 0 and at most {MAX_SECONDS:g} is expected")
+
+    @property
+    def restarts(self) -> bool:
+        return bool(self.restart or self.start)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ProveOptions":

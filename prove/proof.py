@@ -62,6 +62,7 @@ class Proof:
         # The name is unique to this run, because the server may remember the salts of an earlier run.
         self.name, self._num_fresh = secrets.token_hex(4), 0
         self.cases: dict[str, str] = {}  # how each case ended
+        self.arms: dict[str, dict[str, Any]] = {}  # the figures of each arm, where the server was restarted
         self.is_incomplete = False  # the run was ended early
         self.expects_errors = False  # errors are expected now, wrong answers and hangs are not
 

@@ -62,6 +62,7 @@ def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
         "refused": refused,
         "left_out": left_out,
         "cases": proof.cases,
+        "arms": proof.arms,
         "reached": proof.reached,
         "findings": Counter(finding.kind for finding in proof.findings),
         "skipped": proof.abilities.skipped,

@@ -9,6 +9,7 @@ from typing import Any
 
 from .abilities import detect_abilities
 from .api_cases import API_CASES
+from .arms import ARM_CASES
 from .asker import Asker
 from .cases import run_case
 from .journal import Journal
@@ -19,7 +20,7 @@ from .report import report_of, result_of, write_reports
 from .reuse_cases import REUSE_CASES
 
 Injection = Callable[[Proof], Coroutine[Any, Any, None]]
-CASES = {**API_CASES, **REUSE_CASES}  # the longest is last
+CASES = {**ARM_CASES, **API_CASES, **REUSE_CASES}  # first what an option asks for, the longest last
 SLOW_S = 1.0  # for a typical answer
 NUM_ANSWERS = 400  # of a whole run, one after the other
 
@@ -61,6 +62,7 @@ async def _begin(url: str, options: ProveOptions, say: Callable[[str], None]) ->
         raise ProveError(f"url: {error}") from None
     abilities = await detect_abilities(asker, options.seed, say)
     say(f"{len(abilities.supported)} abilities, {len(abilities.skipped)} are missing")
+    abilities.supported |= {"--restart"} if options.restarts else set()
     paced = scaled(options, abilities.answer_s)
     if paced != options:
         abilities.longest, abilities.most_tokens = min(abilities.longest, 4 * abilities.block), 8

@@ -50,7 +50,7 @@ CULPRITS: dict[str, str] = dict(cases(__file__, "culprits"))
 def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
     async def inside() -> dict[str, Any]:
         async with server as url:
-            fast = {"requests": 200, "rate": 2000.0, "timeout": 60.0}
+            fast = {"requests": 200, "rate": 2000.0, "timeout": 60.0, "restart": reference_server.restart_command(url)}
             chosen = ProveOptions(**{**fast, **options})
             return await session.prove(url, "stand-in", chosen)
 

@@ -12,7 +12,9 @@ import io
 import json
 import random
 import re
+import shlex
 import struct
+import sys
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -135,10 +137,21 @@ class ReferenceServer:
             if self.defect != "stale-after-reset":
                 self.pool.block_of.clear()
             write(writer, {})
+        elif path == "/restart":
+            self._restart()
+            write(writer, {})
         elif path in APIS and (self.is_lax or {*body} <= FIELDS - {*self.without}):
             await APIS[path](self, body, reader, writer).run()
         else:
             write(writer, {"error": {"message": f"not here: {sorted({*body} - FIELDS)}"}}, "400 Bad Request")
+
+    def _restart(self) -> None:
+        """Load the cached blocks from the disk, where they are while the server is restarted."""
+        if self.defect == "restored-nothing":
+            self.pool.block_of.clear()
+        for block in self.pool.block_of.values():
+            if self.defect == "restored-wrong":
+                self.pool.kv[block] = [entry ^ 1 for entry in self.pool.kv[block]]
 
     def _metrics(self) -> str:
         resident = 2**28 + (self._num_answers * 2**22 if self.defect == "memory-grows" else 0)
@@ -504,8 +517,15 @@ async def find_defect(prove: Prove, options: Any, defect: str) -> dict[str, Any]
     async with ReferenceServer(defect) as url:
         timeout_s = 2.0 if defect == "hang" else 60.0  # a busy machine is no hang
         fast = {"requests": 160, "rate": 2000.0, "timeout": timeout_s}
+        restart = {"restart": restart_command(url), "expect_restored": True}
         with contextlib.redirect_stdout(io.StringIO()):
-            return await prove(url, defect, replace(options, **fast))
+            return await prove(url, defect, replace(options, **fast, **restart))
+
+
+def restart_command(url: str) -> str:
+    """Return the shell command that restarts this server."""
+    program = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], b'{}')"
+    return shlex.join([sys.executable, "-S", "-c", program, f"{url}/restart"])
 
 
 def tokenize(text: str) -> list[int]:
