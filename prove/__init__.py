@@ -12,6 +12,7 @@ repeat.py write reports and scripts.
 import argparse
 import asyncio
 from importlib import import_module
+from types import ModuleType
 
 from .journal import cancelled_by_signals
 from .options import FILES, ProveError, ProveOptions, add_arguments, chosen
@@ -35,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     if options.self_test:
         if args.url or has_own or any(getattr(options, name) for name in (*FILES, "scripts")):
             raise ProveError("self-test: given; it starts the servers that it proves, and has no report in a file")
-        return _run_self_test(options)
-    if options.restarts and args.url is None:
+        # In the sources the reference server is in tests/support.
+        server = _part("reference_server", "self-test: the reference server is part of the wheel penstock-prove")
+        return int(server.self_test(prove, options))
+    if (options.restart or options.start) and args.url is None:
         raise ProveError("restart: given; it restarts the server at a URL")
-    if args.url is None:
-        return _run_own(options)
-    if has_own:
+    if args.url and has_own:
         raise ProveError(f"url: {args.url} given; --world, --fault, --model and --serve-options start a server here")
 
     async def prove_until_signal() -> int:
@@ -48,23 +49,18 @@ def run(args: argparse.Namespace) -> int:
             return exit_code(await prove(args.url, args.url, options))
 
     try:
+        if args.url is None:
+            return int(
+                _part("own.run", "url: none given; only `penstock prove` starts servers of its own").run_own(options)
+            )
         return asyncio.run(prove_until_signal())
     except asyncio.CancelledError:  # before anything was known
         return 130
 
 
-def _run_own(options: ProveOptions) -> int:
+def _part(name: str, otherwise: str) -> ModuleType:
+    """Import a part that not every installation has."""
     try:
-        from .own.run import run_own  # imports the engine, which is not needed to prove another server
+        return import_module(f"{__package__}.{name}")
     except ModuleNotFoundError:
-        raise ProveError("url: none given; only `penstock prove` starts servers of its own") from None
-    return run_own(options)
-
-
-def _run_self_test(options: ProveOptions) -> int:
-    """Prove the reference server with each of its planted defects."""
-    try:
-        server = import_module(f"{__package__}.reference_server")  # in the sources it is in tests/support
-    except ModuleNotFoundError:
-        raise ProveError("self-test: the reference server is part of the wheel penstock-prove") from None
-    return int(server.self_test(prove, options))
+        raise ProveError(otherwise) from None

@@ -7,11 +7,11 @@ many servers accept unknown fields.
 import asyncio
 import random
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 from .answers import AskResult
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH, Asker
+from .journal import Say
 from .metrics import Metrics
 from .options import ProveError
 from .questions import RESET, TRIALS, WORDS, Abilities, as_prompt, in_form_of
@@ -22,7 +22,7 @@ TRIALS_AT_ONCE = 4
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # usual sizes, for servers that do not tell theirs
 
 
-async def detect_abilities(asker: Asker, seed: int, say: Callable[[str], None]) -> Abilities:
+async def detect_abilities(asker: Asker, seed: int, say: Say) -> Abilities:
     """Detect the server's abilities; raise ProveError if it does not answer or completions do not work."""
     loop = asyncio.get_running_loop()
     status, models = await asker.fetch("GET", "/v1/models")

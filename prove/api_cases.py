@@ -5,7 +5,7 @@ from typing import Any
 
 from .answers import AskResult
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH
-from .cases import Case, CaseRun
+from .cases import CaseRun
 from .questions import in_form_of
 from .schema import FORCED, FORMATTED, TOOLS, errors_of
 
@@ -29,8 +29,7 @@ def _expect_one_answer(run: CaseRun, whole: AskResult, other: AskResult, how: st
         run.expect(whole.usage == other.usage, "usage", f"{how}: {other.usage}, whole {whole.usage}")
 
 
-async def _streams(run: CaseRun) -> None:
-    """Ask for completions and a chat, whole and streamed. Finding: a chunk or a count is lost."""
+async def stream_equals_whole(run: CaseRun) -> None:
     await _both_ways(run, run.body(run.draw(run.block + 5), 24))
     if "response_format" in run.abilities.supported:
         await _both_ways(run, run.body(run.draw(run.block), 40, response_format=FORMATTED))
@@ -38,8 +37,7 @@ async def _streams(run: CaseRun) -> None:
         await _both_ways(run, run.chat(), CHAT_PATH)
 
 
-async def _tool_calls(run: CaseRun) -> None:
-    """Force calls of three tools, whole and streamed. Finding: arguments violate the schema, or a chunk is lost."""
+async def tool_arguments(run: CaseRun) -> None:
     for name, schema in TOOLS.items():
         for answer in await _both_ways(run, run.chat(**FORCED[name]), CHAT_PATH):
             if not answer.is_done or answer.first.finish == "length":
@@ -51,8 +49,7 @@ async def _tool_calls(run: CaseRun) -> None:
                 run.expect(not wrong, "schema", f"{name}: {wrong}: {call['arguments']!r}")
 
 
-async def _usage(run: CaseRun) -> None:
-    """Compare token counts with ids and with /tokenize. Finding: the usage is wrong."""
+async def usage_counts(run: CaseRun) -> None:
     prompt = run.draw(2 * run.block + 3)
     for answer in (await run.ask(run.body(prompt)), await run.ask(run.body(prompt))):
         _expect_count(run, answer, "prompt_tokens", prompt)
@@ -71,8 +68,7 @@ def _expect_count(run: CaseRun, answer: AskResult, name: str, ids: Any) -> None:
         run.expect(counted == len(ids), "usage", f"{name} {counted} for {len(ids)} token ids")
 
 
-async def _seeds(run: CaseRun) -> None:
-    """Send six seeds alone, then at once. Finding: a seed is ignored, or depends on the batch."""
+async def seed_repeats(run: CaseRun) -> None:
     prompt = run.draw(run.block + 3)
     bodies = [run.body(prompt, 16, temperature=1.0, seed=seed, logprobs=None) for seed in range(6)]
     alone = [await run.ask(body) for body in bodies]
@@ -85,8 +81,7 @@ async def _seeds(run: CaseRun) -> None:
     run.expect(len(pairs) < len(bodies) or len(texts) > 1, "seed", "six seeds give the same output")
 
 
-async def _stop_strings(run: CaseRun) -> None:
-    """Stop at strings across two tokens. Finding: a part of the stop string is sent, or text is lost."""
+async def stop_at_chunk_border(run: CaseRun) -> None:
     prompt = run.draw(run.block + 3)
     plain = await run.ask_fresh(run.body(prompt, 24))
     text, tokens = plain.first.text, plain.first.tokens
@@ -105,8 +100,7 @@ async def _stop_strings(run: CaseRun) -> None:
                 run.expect(is_right, "stop", f"stop {stop!r}: {found!r} in place of {expected!r}")
 
 
-async def _other_apis(run: CaseRun) -> None:
-    """Send a chat over the Responses and Messages APIs. Finding: the prompt or the answer differs."""
+async def apis_equal_chat(run: CaseRun) -> None:
     chat = run.chat()
     reference = await run.ask_fresh(chat, CHAT_PATH)
     for name, path in (("responses", RESPONSES_PATH), ("messages", MESSAGES_PATH)):
@@ -114,13 +108,3 @@ async def _other_apis(run: CaseRun) -> None:
             answer = await run.ask({**in_form_of(path, chat), "stream": stream}, path)
             how = f"{path}{', streamed' if stream else ''}, compared with a chat"
             _expect_one_answer(run, reference, answer, how, ("text", "finish"))
-
-
-API_CASES = {
-    "stream-equals-whole": Case(_streams),
-    "tool-arguments": Case(_tool_calls, ("tools",)),
-    "usage-counts": Case(_usage),
-    "seed-repeats": Case(_seeds, ("seed",)),
-    "stop-at-chunk-border": Case(_stop_strings, ("stop",)),
-    "apis-equal-chat": Case(_other_apis, ("chat", "another API")),
-}

@@ -29,10 +29,11 @@ class CaseRequest(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A named case. `run` asks and compares; its docstring says what it sends and what a finding means. `needs`:
+    """A named case. `run` asks and compares; `text` says what it sends and what a finding means. `needs`:
     abilities without which the server refuses it, or options (`--restart`) without which it is left out."""
 
     run: Callable[["CaseRun"], Coroutine[Any, Any, None]]
+    text: str
     needs: Sequence[str] = ()
     is_long: bool = False  # it may take more than MAX_CASE_S
 
@@ -46,8 +47,7 @@ class CaseRun:
     sent: list[list[CaseRequest]] = field(default_factory=list)  # the requests of one list were sent at the same time
     num_findings: int = 0
     is_cache_empty: bool = False  # when it begins
-    left_out: str = ""  # why the case could not go on
-    refusal: str = ""  # what the server does not support
+    ending: str = ""  # why the case could not go on: what the server refuses, or what was left out
 
     def __post_init__(self) -> None:
         self.abilities, self.block = self.proof.abilities, self.proof.abilities.block
@@ -93,7 +93,7 @@ class CaseRun:
             if answer.is_done:
                 self._answered.add(question)
             elif answer.status in REFUSALS and question not in self._answered:
-                self.refusal = f"{sent.path}: {answer.error[:120]}"
+                self.ending = f"refused: {sent.path}: {answer.error[:120]}"
             elif sent.leaves_s is None and not answer.has_left and answer.status != 429:
                 outcome = judge(TextChoice(), answer, sent.body.get("n", 1), 1.0, is_fresh=False)
                 kind = outcome.outcome if outcome.outcome in ("hang", "error") else "no end"
@@ -150,11 +150,9 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
     """Run one case; note in the proof how it ended."""
     proof.asker.limit(math.inf if case.is_long else MAX_CASE_S)
     missing = [need for need in case.needs if need not in proof.abilities.supported]
-    options = [need for need in missing if need.startswith("--")]
-    if options:
-        proof.cases[name] = f"left out: it needs {', '.join(options)}"
-    elif missing:
-        proof.cases[name] = f"refused: the server lacks {', '.join(missing)}"
+    if missing:
+        why = "left out: it needs" if missing[0].startswith("--") else "refused: the server lacks"
+        proof.cases[name] = f"{why} {', '.join(missing)}"
     elif proof.asker.is_over or proof.asker.num_bytes > proof.options.max_bytes:
         proof.cases[name] = "left out: no time or bytes left"
     else:
@@ -164,7 +162,5 @@ async def run_case(name: str, case: Case, proof: Proof) -> None:
         await case.run(run)
         await run.compare_reused()
         proof.cases[name] = f"{run.num_findings or 'no'} findings"
-        if not run.num_findings and (run.left_out or proof.asker.is_over):
-            proof.cases[name] = f"left out: {run.left_out or 'not done in time'}"
-        elif not run.num_findings and run.refusal:
-            proof.cases[name] = f"refused: {run.refusal}"
+        if not run.num_findings and (run.ending or proof.asker.is_over):
+            proof.cases[name] = run.ending or "left out: not done in time"

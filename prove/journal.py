@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+Say = Callable[[str], None]
 # The signals on which prove ends. nohup makes a process ignore one of them, a shell's background job two.
 END_SIGNALS = [
     each
@@ -19,23 +20,19 @@ class Journal:
     """Prints each line at once and appends it to a file, if one is given."""
 
     def __init__(self, path: str | None) -> None:
-        self._path, self._started_s = path, time.monotonic()
+        self._path, self.started_s = path, time.monotonic()
         if path is not None:
             Path(path).write_text("")
 
     def say(self, text: str) -> None:
         """Print a line with the seconds since the start."""
-        self.write(f"[{self.seconds:6.1f} s] {text}")
+        self.write(f"[{time.monotonic() - self.started_s:6.1f} s] {text}")
 
     def write(self, text: str) -> None:
         print(text, flush=True)
         if self._path is not None:
             with open(self._path, "a") as file:
                 file.write(text + "\n")
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started_s
 
 
 @contextlib.contextmanager

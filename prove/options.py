@@ -72,16 +72,12 @@ class ProveOptions:
                 raise ProveError(f"{option}: given; with --fault there are neither cases nor scripts")
         if (self.stop is None) != (self.start is None) or (self.restart and self.stop):
             raise ProveError("restart: --restart, or --stop and --start together, is expected")
-        if self.expect_restored and not self.restarts:
+        if self.expect_restored and not (self.restart or self.start):
             raise ProveError("expect-restored: given; it requires --restart, or --stop and --start")
         for name in ("rate", "duration", "timeout"):
             value = getattr(self, name)
             if not 0 < value <= MAX_SECONDS:  # a NaN, too
                 raise ProveError(f"{name}: {value:g} given; above 0 and at most {MAX_SECONDS:g} is expected")
-
-    @property
-    def restarts(self) -> bool:
-        return bool(self.restart or self.start)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ProveOptions":

@@ -15,6 +15,7 @@ from typing import Any
 from .abilities import read_metrics
 from .answers import AskResult, TextChoice
 from .asker import Asker
+from .journal import Say
 from .judge import FINE, MAX_ERROR, REFUSALS, Verdict, allowed, farthest, judge
 from .metrics import Metrics
 from .options import ProveOptions
@@ -45,9 +46,7 @@ class Finding:
 class Proof:
     """The state of one proof: the questions, their reference answers, counts and findings."""
 
-    def __init__(
-        self, asker: Asker, abilities: Abilities, options: ProveOptions, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, asker: Asker, abilities: Abilities, options: ProveOptions, say: Say = print) -> None:
         self.asker, self.abilities, self.options, self.say = asker, abilities, options, say
         self._rng = random.Random(options.seed)
         # With --case, few questions are enough to measure the numerical error.
@@ -69,15 +68,18 @@ class Proof:
     # -- the parts -----------------------------------------------------------------------------------------
 
     async def ask_alone(self) -> None:
-        """Ask every question once, one after the other, as far as the time allows."""
+        """Ask every question once, one after the other, as far as the time allows, and measure the numerical error."""
         self.asker.until(0.3)
         for index in range(len(self.questions)):
             choice = await self._ask_fresh(index, "alone")
             if choice is not None:
                 self.references[index] = choice
                 choice.penalty = self.questions[index].body.get("presence_penalty", 0.0)
+        self.say(f"alone: {len(self.references)} of {len(self.questions)} questions answered")
+        await self._measure_error()
+        self.say(f"beside each other: log-probabilities are exact to {self.measured:.2g} nats")
 
-    async def measure_error(self) -> None:
+    async def _measure_error(self) -> None:
         """Ask some questions beside each other, still without reuse, to measure the numerical error."""
         self.asker.until(0.35)
         room = asyncio.Semaphore(self.options.concurrency)

@@ -44,6 +44,7 @@ def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
         {check: text.partition(": ")[2] for check, text in ended.items() if text.startswith(why)}
         for why in ("refused", "left out")
     )
+    num_asked = len(ended) - len(refused) - len(left_out)
     num_cases = sum(outcome.endswith("findings") for outcome in proof.cases.values())
     return {
         "name": name,
@@ -58,7 +59,8 @@ def result_of(proof: Proof, name: str, seconds: float) -> dict[str, Any]:
         "allowed_error_nats": proof.error,
         "answers": answers,
         "checks": len(ended),
-        "asked": len(ended) - len(refused) - len(left_out),
+        "asked": num_asked,
+        "coverage": f"{num_asked} of {len(ended)} checks could be asked",
         "refused": refused,
         "left_out": left_out,
         "cases": proof.cases,
@@ -96,18 +98,13 @@ def report_of(proof: Proof, result: dict[str, Any]) -> str:
         error = f"log-probabilities are exact to {proof.measured:.2g} nats; {proof.error:.2g} are allowed"
     lines += [error, *(f"{finding.kind}: {finding.description}" for finding in proof.findings[:20])]
     if exit_code(result) == NOT_ENOUGH:
-        numbers = {"answered": len(proof.references), "questions": len(proof.questions)}
-        lines.append(_TEXTS["not enough"].format(seconds=proof.options.duration, **numbers))
+        lines.append(_TEXTS["not enough"].format(proof=proof, result=result, questions=len(proof.questions)))
     if proof.is_incomplete:
         lines.append("the run was ended early: this is what was found until then")
     num_refused, num_left_out = len(result["refused"]), len(result["left_out"])
-    lines.append(f"{coverage(result)}: {num_refused} refused by the server, {num_left_out} left out")
+    lines.append(f"{result['coverage']}: {num_refused} refused by the server, {num_left_out} left out")
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")
     return "\n".join(lines)
-
-
-def coverage(result: dict[str, Any]) -> str:
-    return f"{result['asked']} of {result['checks']} checks could be asked"
 
 
 def write_reports(proof: Proof, result: dict[str, Any]) -> None:
@@ -129,17 +126,16 @@ def write_reports(proof: Proof, result: dict[str, Any]) -> None:
 def _junit(proof: Proof, result: dict[str, Any]) -> str:
     """Return a test case for every check, and one for all other findings under load. What was not asked is skipped, with
     `refused` or `left out` as its type."""
-    rows, skipped = [], {"refused": result["refused"], "left out": result["left_out"]}
-    for name in (*([] if proof.options.cases else ["load"]), *checks(proof)):
+    rows, num_skipped = [], len(result["refused"]) + len(result["left_out"])
+    for name, ended in {**({} if proof.options.cases else {"load": ""}), **checks(proof)}.items():
         found = [each for each in proof.findings if each.case == ("" if name == "load" else name)]
         inner = [f"<failure type={quoteattr(each.kind)}>{escape(each.description)}</failure>" for each in found]
-        for kind, reasons in skipped.items():
-            if name in reasons:
-                inner = [f"<skipped type='{kind}' message={quoteattr(f'{kind}: {reasons[name]}')}/>"]
+        if ended.startswith(("refused", "left out")):
+            inner = [f"<skipped type={quoteattr(ended.partition(':')[0])} message={quoteattr(ended)}/>"]
         rows.append(f"<testcase classname='penstock-prove' name={quoteattr(name)}>{''.join(inner)}</testcase>")
-    counts = f"tests='{len(rows)}' failures='{len(proof.findings)}' skipped='{sum(map(len, skipped.values()))}'"
+    counts = f"tests='{len(rows)}' failures='{len(proof.findings)}' skipped='{num_skipped}'"
     head = f"<testsuite name={quoteattr(result['name'])} {counts} time='{result['seconds']}'>"
-    properties = f"<properties><property name='asked' value='{coverage(result)}'/></properties>"
+    properties = f"<properties><property name='asked' value='{result['coverage']}'/></properties>"
     return "\n".join(["<?xml version='1.0' encoding='utf-8'?>", head, properties, *rows, "</testsuite>", ""])
 
 

@@ -1,14 +1,12 @@
 """Cases of reuse, batching and context: the server's answer without reuse is the reference."""
 
-from .cases import Case, CaseRun
-from .questions import RESET
+from .cases import CaseRun
 from .schema import FORMATTED, SCHEMA, errors_of
 
 CONTEXT_TOKENS = 8  # generated after a full context
 
 
-async def _hit_past_a_block(run: CaseRun) -> None:
-    """Continue a cached prefix by 4 to 10 tokens. Finding: the hit changes logits, or makes NaN."""
+async def vllm_55766(run: CaseRun) -> None:
     end = 3 * run.block
     root = run.draw(end + 10)
     await run.ask(run.body(root[:end]))
@@ -16,8 +14,7 @@ async def _hit_past_a_block(run: CaseRun) -> None:
         await run.ask_reused(root[: end + past], end + past, f"hit, {past} tokens past a block")
 
 
-async def _one_token_differs(run: CaseRun) -> None:
-    """Send prompts that differ in one token of a block. Finding: block hashes do not cover every token."""
+async def one_token_differs(run: CaseRun) -> None:
     root = run.draw(3 * run.block + 3)
     await run.ask(run.body(root))
     for at in (0, run.block - 1, run.block, 2 * run.block + 5):
@@ -25,8 +22,7 @@ async def _one_token_differs(run: CaseRun) -> None:
         await run.ask_reused(other, at, f"token {at} differs from a cached prompt")
 
 
-async def _whole_hit(run: CaseRun) -> None:
-    """Send a prompt of whole blocks again, once and four times at once. Finding: no token is computed."""
+async def nano_vllm_144(run: CaseRun) -> None:
     root = run.draw(4 * run.block)
     await run.ask_reused(root, 0, "first")
     answer = await run.ask_reused(root, len(root), "again")
@@ -34,8 +30,7 @@ async def _whole_hit(run: CaseRun) -> None:
         run.expect_same(answer, other, "four at once")
 
 
-async def _shifted_prefix(run: CaseRun) -> None:
-    """Share prefixes that are shorter by 20, 50 and 100 tokens. Finding: some lengths are never reused."""
+async def vllm_45238(run: CaseRun) -> None:
     hits = {}
     for shift in (0, 20, 50, 100):
         shared = run.abilities.longest - run.block - shift
@@ -51,8 +46,7 @@ async def _shifted_prefix(run: CaseRun) -> None:
     run.expect(not missed, "reuse", f"tokens reused of a shared prefix, by its length: {hits}")
 
 
-async def _json_at_full_pool(run: CaseRun) -> None:
-    """Send long prompts for strict JSON at once. Finding: a full pool damages the output."""
+async def vllm_50702(run: CaseRun) -> None:
     fields = {"response_format": FORMATTED, "logprobs": None}
     bodies = [run.body(run.draw(run.abilities.longest - index), 32, **fields) for index in range(5)]
     references = [await run.ask_fresh(body) for body in bodies]
@@ -63,8 +57,7 @@ async def _json_at_full_pool(run: CaseRun) -> None:
             run.expect(not wrong, "schema", f"{wrong}: {answer.first.text!r}")
 
 
-async def _drafts_after_a_hit(run: CaseRun) -> None:
-    """Send repetitive prompts, which drafts guess, after a hit. Finding: the state of drafts is stale."""
+async def vllm_53912(run: CaseRun) -> None:
     phrase = run.draw(run.block // 2 + 1)
     root = (phrase * 12)[: 4 * run.block]
     await run.ask(run.body(root))
@@ -72,8 +65,7 @@ async def _drafts_after_a_hit(run: CaseRun) -> None:
         await run.ask_reused(root[:end], end, "a repetitive prompt, cached", max_tokens=24)
 
 
-async def _n_then_reuse(run: CaseRun) -> None:
-    """Ask for 2 and 3 choices, then again and longer. Finding: choices write into shared state."""
+async def llamacpp_n_then_reuse(run: CaseRun) -> None:
     root = run.draw(3 * run.block + 5)
     many = await run.ask_together([run.body(root, n=3), run.body(root), run.body(root, n=2)])
     single = await run.ask_reused(root, len(root), "after n > 1")
@@ -82,8 +74,7 @@ async def _n_then_reuse(run: CaseRun) -> None:
     await run.ask_reused(root + run.draw(3), len(root), "longer, after n > 1")
 
 
-async def _salts(run: CaseRun) -> None:
-    """Send one text twice under a salt, then under another. Finding: salts are lost, or never match."""
+async def trtllm_18156(run: CaseRun) -> None:
     root = run.draw(4 * run.block + 3)
     first, again, other = [
         await run.ask(run.body(root, **run.proof.abilities.fresh(f"{run.proof.name}-{salt}"))) for salt in "aab"
@@ -95,16 +86,14 @@ async def _salts(run: CaseRun) -> None:
         run.expect(not other.num_cached, "foreign", f"{other.num_cached} cached tokens under a salt never used")
 
 
-async def _adapters(run: CaseRun) -> None:
-    """Send one text to the base model, an adapter and the base model. Finding: cached blocks are mixed up."""
+async def adapter_reuse(run: CaseRun) -> None:
     root, adapter = run.draw(4 * run.block + 3), run.abilities.adapters[0]
     await run.ask_reused(root, 0, "the base model")
     await run.ask_reused(root, 0, "the adapter, after the base model", model=adapter)
     await run.ask_reused(root, len(root), "the base model, after the adapter")
 
 
-async def _cancel_then_reuse(run: CaseRun) -> None:
-    """Cancel streams, then send their prompts. Finding: freed or unfinished blocks are read."""
+async def mini_sglang_142(run: CaseRun) -> None:
     root = run.draw(run.abilities.longest - run.block)
     bodies = [run.body(root[: len(root) - 7 * index], 64, stream=True) for index in range(4)]
     await run.ask_together(bodies, leave=(0.0, 0.01, 0.05, 0.2))
@@ -114,8 +103,7 @@ async def _cancel_then_reuse(run: CaseRun) -> None:
         await run.ask_reused(root[:end], end, "after cancelled requests")
 
 
-async def _stale_after_reset(run: CaseRun) -> None:
-    """Send a prompt, reset the cache, send it again. Finding: entries survive the reset."""
+async def stale_after_reset(run: CaseRun) -> None:
     body = run.body(run.draw(4 * run.block + 3))
     first = await run.ask(body)
     if await run.proof.asker.reset() != 200:  # blocks are in use
@@ -126,8 +114,7 @@ async def _stale_after_reset(run: CaseRun) -> None:
         run.expect(not answer.num_cached, "foreign", f"{answer.num_cached} tokens cached after a reset")
 
 
-async def _neighbours(run: CaseRun) -> None:
-    """Send eight prompts alone, then at once. Finding: a request reads the state of another."""
+async def neighbours(run: CaseRun) -> None:
     bodies = [run.body(run.draw(run.block + 3 * index)) for index in range(8)]
     references = [await run.ask_fresh(body) for body in bodies]
     fresh = [{**body, **await run.proof.fresh()} for body in bodies]
@@ -135,8 +122,7 @@ async def _neighbours(run: CaseRun) -> None:
         run.expect_same(reference, answer, "eight at once, without reuse")
 
 
-async def _full_context(run: CaseRun) -> None:
-    """Fill the context with one prompt, at once and grown by turns. Finding: input is cut silently."""
+async def ollama_18107(run: CaseRun) -> None:
     length = run.abilities.context - CONTEXT_TOKENS
     prompt = run.draw(length)
     for end in (length // 4, length // 2, 3 * length // 4, length):
@@ -151,20 +137,3 @@ async def _full_context(run: CaseRun) -> None:
         run.expect(is_read, "truncated", "the beginning of a full context has no effect on the answer")
     over = await run.proof.asker.ask(run.body([*prompt, *run.draw(2 * CONTEXT_TOKENS)], CONTEXT_TOKENS))
     run.expect(not over.is_done, "truncated", f"a prompt of {length + 2 * CONTEXT_TOKENS} tokens is answered")
-
-
-REUSE_CASES = {
-    "vllm-55766": Case(_hit_past_a_block),
-    "one-token-differs": Case(_one_token_differs),
-    "nano-vllm-144": Case(_whole_hit),
-    "vllm-45238": Case(_shifted_prefix, ("cached_tokens",)),
-    "vllm-50702": Case(_json_at_full_pool, ("response_format",)),
-    "vllm-53912": Case(_drafts_after_a_hit),
-    "llamacpp-n-then-reuse": Case(_n_then_reuse, ("n",)),
-    "trtllm-18156": Case(_salts, ("cache_salt",)),
-    "adapter-reuse": Case(_adapters, ("adapter",)),
-    "mini-sglang-142": Case(_cancel_then_reuse),
-    "stale-after-reset": Case(_stale_after_reset, (RESET,)),
-    "neighbours": Case(_neighbours),
-    "ollama-18107": Case(_full_context, ("context", "ids")),
-}

@@ -10,12 +10,12 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..asker import Asker
+from ..tables import load_table
 from .server import OwnServer, group_of
 
 STOPPED_S, UNHEALTHY_S = 3.0, 20.0
@@ -34,17 +34,14 @@ class FaultScene(NamedTuple):
         return [path for path in found if path.is_file() and path.stat().st_size > 4096]
 
 
-Injection = Callable[[FaultScene], Coroutine[Any, Any, str]]
-
-
 async def _kill_core(scene: FaultScene) -> str:
     scene.server.signal([scene.rng.choice(scene.server.children())], signal.SIGKILL)
     return await _end(scene, is_good=False)
 
 
-async def _signal_server(number: signal.Signals, scene: FaultScene) -> str:
-    scene.server.signal([scene.server.leader()], number)
-    return await _end(scene, is_good=number == signal.SIGTERM)
+async def _signal_server(scene: FaultScene, name: str) -> str:
+    scene.server.signal([scene.server.leader()], signal.Signals[name])
+    return await _end(scene, is_good=name == "SIGTERM")
 
 
 async def _end(scene: FaultScene, is_good: bool) -> str:
@@ -97,8 +94,9 @@ async def _remove(scene: FaultScene) -> str:
     return ""
 
 
-async def _limit(kind: int, value: int, scene: FaultScene) -> str:
+async def _limit(scene: FaultScene, name: str, value: int) -> str:
     """Limit a resource of every process for some seconds, so that no file can grow or no descriptor can be opened."""
+    kind = getattr(resource, name)
     before = {pid: resource.prlimit(pid, kind) for pid in group_of(scene.server.leader())}
     for pid, (_, most) in before.items():
         resource.prlimit(pid, kind, (value, most))
@@ -117,22 +115,13 @@ class Fault(NamedTuple):
     """A fault, and the world that it is injected into."""
 
     world: str
-    inject: Injection
+    inject: str  # the function that injects it
+    arguments: Sequence[Any] = ()
     fails_requests: bool = False  # requests in flight may end with an error
     ends: bool = False  # the server ends and is started again
 
+    async def inject_into(self, scene: FaultScene) -> str:
+        return str(await globals()[f"_{self.inject}"](scene, *self.arguments))
 
-FAULTS: dict[str, Fault] = {
-    "kill-core": Fault("tiers", _kill_core, fails_requests=True, ends=True),
-    "kill-rank": Fault("ranks", _kill_core, fails_requests=True, ends=True),
-    "kill-server": Fault("tiers", partial(_signal_server, signal.SIGKILL), fails_requests=True, ends=True),
-    "restart": Fault("tiers", partial(_signal_server, signal.SIGTERM), fails_requests=True, ends=True),
-    "stop-core": Fault("uniproc", _stop_core, fails_requests=True, ends=True),
-    "stop-server": Fault("uniproc", _stop_server),
-    "disk-flips": Fault("tiers", _flip),
-    "disk-tears": Fault("tiers", _tear),
-    "disk-gone": Fault("tiers", _remove),
-    "disk-full": Fault("tiers", partial(_limit, resource.RLIMIT_FSIZE, 4096)),
-    "descriptors": Fault("tiers", partial(_limit, resource.RLIMIT_NOFILE, 8), fails_requests=True),
-    "replica": Fault("router", _lose_replica, fails_requests=True),
-}
+
+FAULTS = {name: Fault(**row) for name, row in load_table("own/faults").items()}

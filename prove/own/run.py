@@ -26,13 +26,10 @@ def run_own(options: ProveOptions) -> int:
             "log, json, junit, badge, scripts: each has the result of one run; give one --world or --fault"
         )
     codes: list[int] = []
-    try:
-        for name in names or ["uniproc"]:
-            codes.append(exit_code(asyncio.run(prove_own(name, options))))
-            if codes[-1] == INCOMPLETE:
-                break
-    except asyncio.CancelledError:
-        return 130
+    for name in names or ["uniproc"]:
+        codes.append(exit_code(asyncio.run(prove_own(name, options))))
+        if codes[-1] == INCOMPLETE:
+            break
     return next(code for code in (INCOMPLETE, 1, NOT_ENOUGH, 0) if code in codes)
 
 
@@ -49,7 +46,7 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
 async def _inject(server: OwnServer, name: str, proof: Proof) -> None:
     """Run the load with the fault in its middle, then ask all questions again, of a new server if the fault ends it."""
     fault, scene = FAULTS[name], FaultScene(server, proof.asker, random.Random(proof.options.seed))
-    await proof.run_load(lambda: fault.inject(scene), fault.fails_requests)
+    await proof.run_load(lambda: fault.inject_into(scene), fault.fails_requests)
     if fault.ends:
         server.close()
         await server.start(proof.asker.headers)

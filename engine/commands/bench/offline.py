@@ -52,21 +52,17 @@ def throughput(args: argparse.Namespace) -> int:
         elapsed_s = time.perf_counter() - started
     num_input = sum(len(result.prompt_token_ids) for result in results)
     num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
-    num_total = num_input + num_output
-    print(
-        f"Throughput: {len(samples) / elapsed_s:.2f} requests/s, {num_total / elapsed_s:.2f} total tokens/s, "
-        f"{num_output / elapsed_s:.2f} output tokens/s"
-    )
-    print(f"Total num prompt tokens:  {num_input}")
-    print(f"Total num output tokens:  {num_output}")
     result = {
         "model_id": args.model,
         "elapsed_time": elapsed_s,
         "num_requests": len(samples),
-        "total_num_tokens": num_total,
+        "total_num_tokens": num_input + num_output,
         "requests_per_second": len(samples) / elapsed_s,
-        "tokens_per_second": num_total / elapsed_s,
+        "tokens_per_second": (num_input + num_output) / elapsed_s,
     }
+    rates = f"{result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} total tokens/s"
+    print(f"Throughput: {rates}, {num_output / elapsed_s:.2f} output tokens/s")
+    print(f"Total num prompt tokens:  {num_input}\nTotal num output tokens:  {num_output}")
     write_json(args.output_json, result)
     return 0
 
