@@ -71,19 +71,15 @@ def test_without_load_spare_slots_go_to_different_experts() -> None:
     assert made.count[0, 32] == 8 and np.sort(made.count[0])[-2] == 2
 
 
-PROBE = """
-import hashlib, numpy as np
-from penstock.eplb import plan, replan
-from tests.support.loads import awkward, drifted, skewed
-digest = hashlib.sha256()
-ties = np.random.default_rng(0).integers(0, 6, (6, 64))
-for load in [skewed("zipf", 6, 64), skewed("logn1", 6, 64), ties, *awkward(6, 64).values()]:
-    for slots, ranks in [(64, 8), (72, 8), (80, 16)]:
-        made = plan(load, slots, ranks)
-        digest.update(made.digest())
-        digest.update(replan(np.roll(load, 3, axis=1), made).digest())
-print(digest.hexdigest())
-"""
+def digest_of_plans() -> str:
+    """Return a digest of many plans and of changes to them."""
+    digest, ties = hashlib.sha256(), np.random.default_rng(0).integers(0, 6, (6, 64))
+    for load in (skewed("zipf", 6, 64), skewed("logn1", 6, 64), ties, *awkward(6, 64).values()):
+        for slots, ranks in ((64, 8), (72, 8), (80, 16)):
+            made = plan(load, slots, ranks)
+            digest.update(made.digest())
+            digest.update(replan(np.roll(load, 3, axis=1), made).digest())
+    return digest.hexdigest()
 
 
 def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
@@ -92,10 +88,9 @@ def test_a_plan_is_the_same_whatever_the_processors_vector_width() -> None:
     if not usable:
         pytest.skip("this processor has nothing beyond numpy's baseline to switch off")
     widest = [name for name in usable if "512" in name or name == "X86_V4"]
-    digests = set()
-    for disabled in {"", " ".join(widest), " ".join(usable)}:
-        digests.add(printed(PROBE, NPY_DISABLE_CPU_FEATURES=disabled))
-    assert len(digests) == 1
+    code = "from tests.eplb.test_plan import digest_of_plans; print(digest_of_plans())"
+    disabled = {"", " ".join(widest), " ".join(usable)}
+    assert len({printed(code, NPY_DISABLE_CPU_FEATURES=names) for names in disabled}) == 1
 
 
 def test_plans_are_a_function_of_their_input() -> None:
