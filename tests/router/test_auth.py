@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import cases
 from tests.support.router_fleet import ADMIN, RunningRouter, running_router, until
 from tests.support.router_stub import Stub, stub
 
@@ -20,16 +21,8 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"api_keys": (KEY,), "backend_api_key": BACKEND}, [f"Bearer {BACKEND}".encode()]),
-        ({}, [f"Bearer {KEY}".encode()]),
-        ({"api_keys": (KEY,)}, []),
-    ],
-    ids=["the key of the replicas", "the client's if the router has none", "none if replicas need none"],
-)
-def test_a_replica_gets_the_right_key(settings: dict[str, Any], expected: list[bytes], backend: Stub) -> None:
+@pytest.mark.parametrize(("key", "settings", "expected"), cases(__file__, "keys of replicas", KEY=KEY, BACKEND=BACKEND))
+def test_a_replica_gets_the_right_key(key: str, settings: dict[str, Any], expected: list[bytes], backend: Stub) -> None:
     with running_router(backend.url, **settings) as router:
         router.http.post("/v1/completions", json={"prompt": "a"}, headers=WITH_KEY)
     assert backend.seen[-1].header(b"authorization") == expected

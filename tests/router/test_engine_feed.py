@@ -80,14 +80,11 @@ def has_ipv6() -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("host", "says_topic"),
-    [
-        ("127.0.0.1", True),
-        ("127.0.0.1", False),
-        pytest.param("[::1]", True, marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")),
-    ],
-)
+NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+ADDRESSES = [("127.0.0.1", True), ("127.0.0.1", False), pytest.param("[::1]", True, marks=NEEDS_IPV6)]
+
+
+@pytest.mark.parametrize(("host", "says_topic"), ADDRESSES)
 def test_a_gap_is_filled_from_the_replay_endpoint(host: str, says_topic: bool) -> None:
     with followed(host=host, says_topic=says_topic) as (router, engine, know):
         engine.publisher.publish(stored(IDS[:64]))

@@ -26,8 +26,9 @@ from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
 from penstock.router.http.heads import ClientRequest
 from penstock.router.http.upstream import fetch
 from penstock.router.leg import Leg
+from tests.support import router_stub
 from tests.support.raw_http import clients, connect, exchange, post, read_all, status
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.router_fleet import (
     ADMIN,
     QUICK,
@@ -228,25 +229,15 @@ def test_retries_stay_within_their_budget_when_half_of_the_requests_fail() -> No
         assert 210 < num_sent <= 200 * 0.15 + 200 + RESERVE
 
 
-FAILURES: dict[str, tuple[str, Sequence[Answer], int, bytes, int, int]] = {
-    "an error of one replica is passed on": ("completions", [sick, ok], 500, b"{}", 1, 1),
-    "two lost connections are enough": ("completions", 3 * [hang_up], 502, b"the replica failed", 2, 2),
-    "another answer replaces a busy one": ("completions", [full, ok], 200, b"{}", 2, 0),
-    "the last busy answer of all is passed on": ("completions", [full, full], 429, b'{"message":"full"}', 2, 0),
-    "a busy answer keeps its headers": ("completions", [full], 429, b"retry-after: 7", 1, 0),
-    "a part of a busy answer is no answer": ("completions", [break_off_while_full], 502, b"the replica failed", 1, 1),
-    "after a late answer no other replica is asked": ("completions", [Hold(), ok], 504, b"did not answer", 1, 1),
-    # After a 429 the client would send the request again, although the second replica has read it.
-    "a busy answer does not hide a late one": ("completions", [full, Hold()], 504, b"did not answer", 2, 1),
-    "a busy answer does not hide a lost one": ("responses", [full, hang_up], 502, b"not sent again", 2, 1),
-}
+ANSWERS = vars(router_stub) | {"full": full, "break_off_while_full": break_off_while_full}
 
 
 @pytest.mark.parametrize(
-    ("path", "answers", "code", "words", "num_asked", "num_failures"), FAILURES.values(), ids=FAILURES
+    ("failure", "path", "answers", "code", "words", "num_asked", "num_failures"),
+    cases(__file__, "failures", **ANSWERS),
 )
 def test_each_kind_of_failure_has_its_answer(
-    path: str, answers: Sequence[Answer], code: int, words: bytes, num_asked: int, num_failures: int
+    failure: str, path: str, answers: Sequence[Answer], code: int, words: bytes, num_asked: int, num_failures: int
 ) -> None:
     """One request is sent to a fleet that gives these answers in turn, whichever replicas are chosen."""
     request = post().replace(b"completions", path.encode())

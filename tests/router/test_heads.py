@@ -15,7 +15,7 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import AnswerHead, ClientRequest, Heads
 from penstock.router.http.upstream import Pool, Upstream
 from tests.support.raw_http import connect, exchange, mangled, post, status
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.router_fleet import RunningRouter, running_router, until
 from tests.support.router_stub import Seen, Stub, endless, stub
 
@@ -30,14 +30,7 @@ ANSWER = (
     b"HTTP/1.1 200 OK\r\nDate: x\r\nContent-Type: application/json\r\nX-Penstock-Cached-Tokens: 12\r\nX-Request-Id: \xe9y\r\n"
     b"content-length: 16\r\n\r\n" + BODY
 )
-PIECES = [
-    *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"0", b";", b":", b",", b"#", b"?", b"\x7f", b"\xff", b"(", b"\r\n\r\n"),
-    *(b"0\r\n\r\n", b"Transfer-Encoding:\tchunked\r\n"),
-    *(b"content-length: 5\r\n", b"Content-Length: 16\r\n", b"transfer-encoding: chunked\r\n", b"te: trailers\r\n", b"host: b\r\n"),
-    *(b"connection: close\r\n", b"Connection: Keep-Alive\r\n", b"connection: x-a\r\nx-a: b\r\n", b"expect: 100-continue\r\n"),
-    *(b"x-penstock-report: 1\r\n", b"x: \r\n", b"x:y\r\n", b"x : y\r\n", b"x: y \r\n", b" x: y\r\n", b"keep-alive: 5\r\n", b"X-A: b\r\n"),
-    *(b"upgrade: h2c\r\n", b"proxy-authorization: a\r\n", b"trailer: a\r\n", b"Authorization: Bearer sk-2\r\n"),
-]  # fmt: skip
+PIECES = [piece for pieces in cases(__file__, "pieces of heads") for piece in pieces]
 NOT_PLAIN = cast(
     Heads, SimpleNamespace(request=lambda data: None, answer=lambda data: None)
 )  # leaves all to the parser

@@ -12,21 +12,14 @@ from penstock.router.config import PolicyName
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo, _root
 from tests.support.refusals import table
+from tests.support.route_model import World
 from tests.support.router_fleet import predicted_tokens
 
 INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def fleet(count: int = 3, policy: PolicyName = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
-    clock = Clock()
+def fleet(count: int = 3, policy: PolicyName = "predicted-ttft", **options: Any) -> tuple[Placement, World]:
+    clock = World()
     placement = Placement(PolicyConfig(**{"name": policy, "first_tokens_per_s": 1000.0, **options}), clock, seed=1)
     for number in range(count):
         placement.add_replica(f"r{number}", INFO)

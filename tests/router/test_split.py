@@ -12,8 +12,9 @@ from penstock.engine.http import token_form
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.prefill import form_with_hint, ids_of
 from penstock.router.serve import RouterProcess
+from tests.support import router_stub
 from tests.support.raw_http import clients, post, status
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.router_fleet import ADMIN, RunningRouter, running_router, until
 from tests.support.router_stub import Answer, Hold, Seen, Stub, first_fails, hang_up, in_turn, ok, sick, stub, whole
 
@@ -191,18 +192,15 @@ def test_when_the_decode_replica_fails_both_are_asked_anew(broken: Answer) -> No
         assert router.counts("prefills") == {"dropped": 2}
 
 
-FAILURES: dict[str, tuple[Answer, Answer | None, int, bytes, dict[str, int]]] = {
-    "without a prefill replica the other computes": (hang_up, if_alone(ok), 200, b"{}", {"lost": 2}),
-    "each prefill replica is asked once": (sick, if_alone(ok), 200, b"{}", {"failed": 2}),
-    "a refused prompt is left to the decode replica": (refuse, if_alone(refuse), 400, REFUSAL, {"failed": 1}),
-    "the client is told that a peer is unknown": (Hold(), refuse, 400, REFUSAL, {"dropped": 1}),
-    "the first byte of an answer ends the prefill": (Hold(), None, 200, b"{}", {"dropped": 1}),
-}
+ANSWERS = vars(router_stub) | {"if_alone": if_alone, "refuse": refuse, "REFUSAL": REFUSAL}
 
 
-@pytest.mark.parametrize(("prefill", "decode", "code", "body", "counts"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    ("failure", "prefill", "decode", "code", "body", "counts"),
+    cases(__file__, "failures of split requests", **ANSWERS),
+)
 def test_each_kind_of_failure_has_its_answer(
-    prefill: Answer, decode: Answer | None, code: int, body: bytes, counts: dict[str, int]
+    failure: str, prefill: Answer, decode: Answer | None, code: int, body: bytes, counts: dict[str, int]
 ) -> None:
     """Both prefill replicas and the decode replica answer so."""
     with split_fleet(prefills=2) as (prefills, decodes, router):
