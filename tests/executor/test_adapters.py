@@ -25,7 +25,7 @@ from tests.support.checkpoints import (
     tensor_of,
 )
 from tests.support.driver import Driver
-from tests.support.refusals import hardest, hardest_rows
+from tests.support.refusals import hardest_rows, table
 
 COUNT, TENSORS = 12, "adapter_model.safetensors"
 LLAMA = "llama-wide"
@@ -39,12 +39,20 @@ def with_adapters(case: str, **options: Any) -> UniprocExecutor:
     return executor_of(case, enable_lora=True, **options)
 
 
-@pytest.mark.parametrize("case", hardest(CASES, "qwen3.5"))
-def test_requests_with_several_adapters_and_with_none_share_steps(case: str, tmp_path: Path) -> None:
+SHARED = [(case, 1) for case in CASES] + [(case, 2) for case in ("llama", "glm4", "phi3", "qwen3-moe")]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("case", "ranks"), hardest_rows(SHARED, [("qwen3.5", 1), *SHARED[-2:]]))
+def test_requests_with_several_adapters_and_with_none_share_steps(case: str, ranks: int, tmp_path: Path) -> None:
     """In models with experts, adapters change attention and, where there are any, shared experts."""
     targets = (*EVERYWHERE, *ATTENTION, "gate_up_proj")
     adapters = [Adapter(case, tmp_path / str(seed), seed, targets, rank=3 + seed) for seed in range(3)]
-    check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
+    if ranks == 1:
+        check_shared_steps(with_adapters(case), case, adapters, prompts(6, seed=5), COUNT)
+        return
+    with running(config_of(case, ranks, enable_lora=True)) as executor:
+        check_shared_steps(executor, case, adapters, prompts(6, seed=5), COUNT)
 
 
 # The patterns hold for all modules and contradict the fields, as the merged model has one scale.
@@ -123,15 +131,10 @@ def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
     check_refused(loaded, path, words)
 
 
-FILES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: (path / TENSORS).write_bytes(b"\x10\0\0\0\0\0\0\0{"), "not a whole safetensors file"),
-    (lambda path: (path / TENSORS).rename(path / "adapter_model.bin"), "adapter_model.bin is a pickle, which is never"),
-    (lambda path: (path / "adapter_config.json").unlink(), "No such file"),
-    (lambda path: Adapter("llama", path, 1, rank=17), "has rank 17; max_lora_rank is 16"),
-]
+NAMES = {"TENSORS": TENSORS, "Adapter": Adapter}
 
 
-@pytest.mark.parametrize(("spoil", "words"), FILES)
+@pytest.mark.parametrize(("spoil", "words"), table(__file__, "adapter files", **NAMES))
 def test_files_that_are_no_adapter_are_refused(
     spoil: Callable[[Path], object], words: str, loaded: UniprocExecutor, tmp_path: Path
 ) -> None:
@@ -153,15 +156,6 @@ def test_a_refused_path_is_named(loaded: UniprocExecutor, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "is_file", is_file)
     with pytest.raises(AdapterError, match=f"{path}: Permission denied"):
         loaded.load_adapter(str(path))
-
-
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("case", hardest(["llama", "glm4", "phi3", "qwen3-moe"], "phi3", "qwen3-moe"))
-def test_two_ranks_compute_adapters_together(case: str, tmp_path: Path) -> None:
-    targets = (*ATTENTION, "down_proj", "gate_up_proj", "up_proj")
-    adapters = [Adapter(case, tmp_path / str(seed), seed, targets[: 5 if "moe" in case else 8]) for seed in range(2)]
-    with running(config_of(case, 2, enable_lora=True)) as executor:
-        check_shared_steps(executor, case, adapters, prompts(3, seed=5), COUNT)
 
 
 @pytest.mark.usefixtures("forked_ranks")

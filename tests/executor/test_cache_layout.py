@@ -13,7 +13,7 @@ from penstock.executor.models.spec import ConvSpec, DeltaSpec, MambaSpec
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 from penstock.executor.step.memory import allocate_kv, layer_pages, plan_kv
-from tests.support.refusals import cases
+from tests.support.refusals import cases, table
 
 FULL, SLIDING, WIDER, STATE = LayerCache(), LayerCache(64), LayerCache(128), LayerCache(units=5)
 
@@ -59,17 +59,18 @@ def test_the_pages_of_a_request_follow_from_its_groups() -> None:
         plan_kv(ExecutorConfig(kv_cache_bytes=2000), 100, 4000, RankGroup(), groups=groups)
 
 
-def test_heads_and_channels_that_ranks_cannot_share_are_refused_by_number() -> None:
-    delta, conv = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
-    spec: Any = SimpleNamespace(hidden_size=62)
-    mamba = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
-    for part, ranks, message in (
-        (delta, 4, "tensor_parallel_size: 4 given; it must divide the model's 2 key heads"),
-        (conv, 4, "tensor_parallel_size: 4 given; it must divide the model's 62 channels"),
-        (mamba, 5, r"tensor_parallel_size: 5 .* the model's 12 Mamba heads \(mamba_n_heads\)$"),
-        (mamba, 3, r"tensor_parallel_size: 3 .* 2 groups of Mamba heads \(mamba_n_groups\), or"),
-    ):
-        with pytest.raises(ExecutorError, match=f"^{message}"):
-            state_of(spec, part, torch.float32, ranks)
-    assert state_of(spec, mamba, torch.float32, 4) == (1 + 3, max(16 * 24 * 4, 3 * (2 * 16 + 3 * 24) * 4))
-    assert state_of(spec, delta, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))
+SPEC: Any = SimpleNamespace(hidden_size=62)
+DELTA, CONV = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
+MAMBA = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
+PARTS = {"DELTA": DELTA, "CONV": CONV, "MAMBA": MAMBA}
+
+
+@pytest.mark.parametrize(("part", "ranks", "message"), table(__file__, "parts of ranks", **PARTS))
+def test_heads_and_channels_that_ranks_cannot_share_are_refused_by_number(part: Any, ranks: int, message: str) -> None:
+    with pytest.raises(ExecutorError, match=f"^{message}"):
+        state_of(SPEC, part, torch.float32, ranks)
+
+
+def test_a_rank_has_its_share_of_a_state() -> None:
+    assert state_of(SPEC, MAMBA, torch.float32, 4) == (1 + 3, max(16 * 24 * 4, 3 * (2 * 16 + 3 * 24) * 4))
+    assert state_of(SPEC, DELTA, torch.float32, 2) == (1 + 2, max(16 * 24 * 4, 3 * (2 * 16 + 2 * 24) * 4))

@@ -25,14 +25,12 @@ from tests.executor.test_catalogue import config
 from tests.executor.test_models import DIVERSE
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
+from tests.support.refusals import cases
 from tests.support.small_models import CASES, RECURRENT, config_of, folder, randomize
 
 PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
 # Fields that say nothing about what is computed, or that both sides are given by other ways.
-OUTSIDE = {"architectures", "model_type", "transformers_version", "dtype", "use_cache", "initializer_range"}
-OUTSIDE |= {"attention_dropout", "output_router_logits", "router_aux_loss_coef", "is_decoder", "router_jitter_noise"}
-OUTSIDE |= {"bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "hidden_act"}
-OUTSIDE |= {"time_step_min"}  # of the initialization; the implementation in plain torch also clamps by it
+OUTSIDE = set(cases(__file__, "fields outside of a computation"))
 LARGE = {"hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "moe_intermediate_size"}
 SHOWN = {"num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"}  # by tensors
 WRONG: tuple[Any, ...] = ("x", -1, 0, [], {}, True, 1e300, [1])

@@ -20,7 +20,7 @@ from tests.support.adapters import Adapter
 from tests.support.checkpoints import WEIGHTS
 from tests.support.checkpoints import prompts as random_prompts
 from tests.support.draft_models import draft_model
-from tests.support.refusals import cases
+from tests.support.refusals import cases, hardest_rows
 
 MODEL = Path(__file__).parents[1] / "support/draft_model"
 # No text of these tests repeats 60 tokens, so all drafts are the layer's.
@@ -32,7 +32,7 @@ FIELDS: Params = {"temperature": 0.7, "seed": 3, "logprobs": 1, "max_tokens": 48
 
 # Sampling parameters, each alone and all together in one batch. " 7:" ends within a token; a grammar and a penalty do not
 # draft; 0 to 255 are bytes, which the model never writes.
-NAMES = {"FIRST": FIRST, "SECOND": SECOND, "StructuredOutputs": StructuredOutputs}
+NAMES: dict[str, Any] = {"FIRST": FIRST, "SECOND": SECOND, "StructuredOutputs": StructuredOutputs}
 ANSWERS: dict[str, Params] = dict(cases(__file__, "answers with drafts", **NAMES))
 
 
@@ -170,20 +170,12 @@ def repeated(llm: LLM) -> list[RequestOutput]:
     return generate(llm, *(phrase * 4 for phrase in phrases), *(counting(5, 30) + phrase * 3 for phrase in phrases))
 
 
-SMALL_STEPS = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
-SCENES = [
-    pytest.param(hits, {}, id="hits"),
-    pytest.param(hits, SMALL_STEPS, id="hits in small steps", marks=pytest.mark.slow),
-    pytest.param(preempted, {"max_model_len": 160, "kv_cache_bytes": 2**19}, id="preemption", marks=pytest.mark.slow),
-    pytest.param(long, {}, id="a long context", marks=pytest.mark.slow),
-    pytest.param(updated, {}, id="updates", marks=pytest.mark.slow),
-    pytest.param(
-        repeated, {"speculative_config": {**MTP, "prompt_lookup_min": 1}}, id="repeats", marks=pytest.mark.slow
-    ),
-]
+NAMES |= {each.__name__: each for each in (hits, preempted, long, updated, repeated)}
+NAMES |= {"MTP": MTP, "SMALL_STEPS": {"max_num_batched_tokens": 32, "max_num_seqs": 8}}
+SCENES = cases(__file__, "scenes with drafts", **NAMES)
 
 
-@pytest.mark.parametrize(("run", "options"), SCENES)
+@pytest.mark.parametrize(("run", "options"), hardest_rows(SCENES, SCENES[:1]))
 def test_answers_are_the_same_with_drafts_after(
     run: Callable[[LLM], list[RequestOutput]], options: dict[str, Any], pair: tuple[LLM, LLM]
 ) -> None:
@@ -204,30 +196,23 @@ def test_blocks_on_the_disk_serve_drafts_after_a_restart(pair: tuple[LLM, LLM], 
             assert accepted_share(llm, *prompts) > 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [False, True])
-def test_two_ranks_answer_the_same_with_drafts(experts: bool, forked_ranks: None, tmp_path: Path) -> None:
-    path, found = draft_model("glm4-moe", tmp_path / "model").path, []
-    ranks: dict[str, Any] = {
-        "executor": "multiproc",
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": experts,
-        "dtype": "float32",
-    }
-    for has_drafts in (True, False):
-        with opened(path, has_drafts=has_drafts, **ranks) as llm:
-            results = llm.generate(random_prompts(3, high=20), params(**FIELDS | {"max_tokens": 12}), use_tqdm=False)
-            found.append(contents(results))
-            assert (llm.get_metrics()["draft_tokens"] > 0) == has_drafts
-    assert found[0] == found[1]
+RANKS = {"executor": "multiproc", "tensor_parallel_size": 2}
+WAYS: dict[str, Params] = {
+    "adapters": {"enable_lora": True},
+    "two ranks": RANKS,
+    "two ranks with whole experts": RANKS | {"enable_expert_parallel": True},
+}
+RANDOM = [("qwen3.5", "adapters"), *(("glm4-moe", way) for way in WAYS)]
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", pytest.param("glm4-moe", marks=pytest.mark.slow)])
-def test_adapters_answer_the_same_with_drafts(case: str, tmp_path: Path) -> None:
-    path, adapter = draft_model(case, tmp_path / "model").path, Adapter(case, tmp_path / "adapter", 3)
-    chosen, found = [None, LoRARequest("a", 1, str(adapter.path))] * 3, []
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("case", "way"), hardest_rows(RANDOM, RANDOM[:1]))
+def test_random_models_answer_the_same_with_drafts(case: str, way: str, tmp_path: Path) -> None:
+    path, chosen, found = draft_model(case, tmp_path / "model").path, None, []
+    if way == "adapters":
+        chosen = [None, LoRARequest("a", 1, str(Adapter(case, tmp_path / "adapter", 3).path))] * 3
     for has_drafts in (True, False):
-        with opened(path, has_drafts=has_drafts, enable_lora=True, dtype="float32") as llm:
+        with opened(path, has_drafts=has_drafts, dtype="float32", **WAYS[way]) as llm:
             results = llm.generate(random_prompts(6), params(**FIELDS), use_tqdm=False, lora_request=chosen)
             assert (llm.get_metrics()["draft_tokens"] > 0) == has_drafts
             found.append(contents(results))

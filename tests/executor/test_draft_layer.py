@@ -52,7 +52,7 @@ def test_drafts_are_those_of_the_layer(
         drafts = driver.step((sequence, row), (other, beside)).drafts
         assert drafts.get(0, []) == model.drafts(sequence.tokens, row.drafts), sequence.tokens
         assert drafts.get(1, []) == model.drafts(other.tokens, beside.drafts)
-    assert sum(graph.num_replays for graph in recorder.graphs) == (2 * 2 + 12 * 3) * has_graphs
+    assert sum(recorder.replays) == (2 * 2 + 12 * 3) * has_graphs
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -73,11 +73,11 @@ def test_drafts_follow_the_last_right_row(
         first, beside = asking(driver, sequence, 1, 2), asking(driver, other, 1, 1)
         driver._extend(sequence, first.start + 4)
         blocks, sequence.unsent_blocks = tuple(sequence.blocks[first.first_block :]), len(sequence.blocks)
-        start, replays = len(sequence.tokens), sum(graph.num_replays for graph in recorder.graphs)
+        start, replays = len(sequence.tokens), sum(recorder.replays)
         head = msgspec.structs.replace(first, blocks=blocks, first_token=start, tokens=tuple(drafts), drafts=2)
         rows = [beside, head, *(Row(sequence.slot, start + i, 1, True, drafts=2) for i in range(2))]
         result = driver.step_unchecked(*((sequence, row) for row in rows))
-        assert sum(graph.num_replays for graph in recorder.graphs) == replays + 3 * has_graphs
+        assert sum(recorder.replays) == replays + 3 * has_graphs
         last = 1 + num_right
         assert result.tokens[1 : last + 1] == plain.output[1 : last + 1]
         assert result.drafts[last] == model.drafts([*sequence.tokens, *result.tokens[1 : last + 1]], 2)

@@ -11,6 +11,7 @@ import torch
 from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError
+from tests.support import gguf_files
 from tests.support.coded import FILE_TYPES
 from tests.support.gguf_files import CASES, HEAD_DIM, HEADS, metadata, permuted, shapes, small_file, write
 from tests.support.refusals import table
@@ -50,15 +51,7 @@ def test_every_storage_type_gives_the_values_of_the_reference_dequantizer(kind: 
 
 
 def test_llama3_rope_scaling_is_recovered_from_its_divisors(tmp_path: Path) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    fields = CASES["llama"].fields | {"rope_parameters": scaling, "max_position_embeddings": 65536}
+    fields = CASES["llama"].fields | {"rope_parameters": gguf_files.LLAMA3_SCALING, "max_position_embeddings": 65536}
     model = random_model("LlamaConfig", fields)
     plain = 500000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     divisors = (plain / model.model.rotary_emb.inv_freq).float().round(decimals=5)
@@ -69,7 +62,9 @@ def test_llama3_rope_scaling_is_recovered_from_its_divisors(tmp_path: Path) -> N
     write(path, "llama", keys, tensors | {"rope_freqs.weight": (divisors.numpy(), "F32")})
     config = GgufCheckpoint(path).config
     assert config["rope_theta"] == 500000.0
-    assert config["rope_scaling"] == {key: value for key, value in scaling.items() if key != "rope_theta"}
+    assert config["rope_scaling"] == {
+        key: value for key, value in gguf_files.LLAMA3_SCALING.items() if key != "rope_theta"
+    }
 
     other = divisors.numpy() * np.linspace(1, 2, HEAD_DIM // 2, dtype=np.float32)
     write(path, "llama", keys, tensors | {"rope_freqs.weight": (other, "F32")})

@@ -21,14 +21,13 @@ from penstock.executor.step.graphs import choose_buckets
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_inputs import on_device
 from tests.support.adapters import EVERYWHERE, Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
 from tests.support.refusals import cases, hardest
 from tests.support.small_models import greedy
 from tests.support.twins import sampling as sampling_twin
-from tests.support.twins import torch_ops
+from tests.support.twins import torch_inputs, torch_ops
 
 SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 6}
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
@@ -59,6 +58,11 @@ class Recorder:
     def __init__(self) -> None:
         self.graphs: list[Recorded] = []
 
+    @property
+    def replays(self) -> list[int]:
+        """Return how often each graph was replayed, in the order of their captures."""
+        return [graph.num_replays for graph in self.graphs]
+
     def capture(self, call: Callable[[], Any]) -> tuple[Recorded, Any]:
         self.graphs.append(Recorded(call))
         return self.graphs[-1], self.graphs[-1].results
@@ -77,7 +81,7 @@ def pretend_a_gpu(
     monkeypatch.setattr(runner_factory, "CHUNK_BUCKETS", chunks)
     monkeypatch.setattr(RankSettings, "is_on_gpu", True)
     monkeypatch.setattr(rank_settings, "CudaMeter", lambda _: FREE_GPU)
-    monkeypatch.setattr(runner_factory, "open_inputs", on_device)
+    monkeypatch.setattr(runner_factory, "select_input_ops", lambda _: torch_inputs)
     monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling_twin)
     monkeypatch.setattr(runner_factory, "CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: HostCopy((), [tensor.clone() for tensor in tensors], None))
@@ -135,12 +139,12 @@ def test_graphs_give_the_tokens_of_transformers(
     sequences += [driver.admit(prompt) for prompt in PROMPTS[1:]]
     driver.advance(*sequences, chunk=5)
     if recorder.graphs:
-        assert [graph.num_replays for graph in recorder.graphs[:2]] == [2, 1]  # of 16 tokens, of 4
+        assert recorder.replays[:2] == [2, 1]  # of 16 tokens, of 4
     while min(len(sequence.output) for sequence in sequences) < 9:
         driver.advance(*sequences, chunk=5)
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         assert sequence.output[:9] == greedy(case, prompt, 9)[0]
-    assert not recorder.graphs or sum(graph.num_replays for graph in recorder.graphs) >= 10
+    assert not recorder.graphs or sum(recorder.replays) >= 10
     executor.close()
 
 
@@ -165,7 +169,7 @@ def test_graphs_of_adapters_equal_merged_models(monkeypatch: pytest.MonkeyPatch,
         expected = [adapters[first].tokens(PROMPTS[0], 6), adapters[second].tokens(PROMPTS[1], 6)]
         assert got == [*expected, greedy("qwen3", PROMPTS[2], 6)[0]]
         # Without adapters and with them: 24 tokens, 4 tokens, then forward pass and draw of 6, 4, 2 and 1 rows.
-        replays = [graph.num_replays for graph in recorder.graphs]
+        replays = recorder.replays
         assert device == "cuda" or replays == [0, number, 0, 0, *[0] * 6, 5 * number, 5 * number, *[0] * 8]
     executor.unload_adapter(keys[1])  # which has no slot any more
 
@@ -183,7 +187,7 @@ def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatc
     driver.advance(driver.admit(PROMPTS[1], Sampling(temperature=0.0, prompt_logprobs=1)))
     monkeypatch.setattr(graphs, "MAX_SEVERAL", 1)
     driver.advance(driver.admit(PROMPTS[1]), driver.admit(PROMPTS[1]))
-    assert not any(graph.num_replays for graph in recorder.graphs[:2])
+    assert not any(recorder.replays[:2])
 
 
 def test_requests_with_any_options_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +218,7 @@ def test_requests_with_any_options_get_the_same_with_graphs(monkeypatch: pytest.
     recorder = Recorder()
     with_graphs = run(recorder)
     assert with_graphs == run(None)
-    assert sum(graph.num_replays for graph in recorder.graphs) > 10
+    assert sum(recorder.replays) > 10
 
 
 def test_drafts_are_rows_of_graphs_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +233,7 @@ def test_drafts_are_rows_of_graphs_like_any_other(monkeypatch: pytest.MonkeyPatc
         assert driver.advance_with_drafts(drafts, *sequences) == [1, 3, 1]
     for sequence, tokens in zip(sequences, expected, strict=True):
         assert sequence.output == tokens[: len(sequence.output)]
-    assert [graph.num_replays for graph in recorder.graphs] == [4, 4, 0, 0, 0, 0, 0, 0]  # six rows each
+    assert recorder.replays == [4, 4, 0, 0, 0, 0, 0, 0]  # six rows each
 
 
 def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +245,9 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
     driver.advance(*sequences)  # prompts
     for several in (sequences, sequences[:2], sequences[:1], sequences):
         driver.advance(*several)
-    assert [graph.num_replays for graph in recorder.graphs] == [0, 0, 2, 2, 1, 1, 1, 1]
+    assert recorder.replays == [0, 0, 2, 2, 1, 1, 1, 1]
     driver.advance(*sequences, masks={0: {5}})  # the first half alone
-    assert [graph.num_replays for graph in recorder.graphs] == [0, 0, 3, 2, 1, 1, 1, 1]
+    assert recorder.replays == [0, 0, 3, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("case", "takes_drafts"), [("qwen3", True), ("lfm2", False)])

@@ -9,7 +9,7 @@ import torch
 
 from penstock.executor.batch import Chains, StateBatch
 from penstock.executor.cache_layout import CacheLayout
-from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
+from penstock.executor.protocol import Admission, GroupInfo, Row, Sampling
 from penstock.executor.step.inputs import DeviceInputs, HostInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from tests.support.refusals import hardest
@@ -175,9 +175,3 @@ def test_the_state_pages_of_any_number_of_rows_are_aligned_for_kernels(num_rows:
         assert batch.states is not None
         for tensor in batch.states:
             assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
-    """Open inputs as `open_inputs` does on a GPU."""
-    sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
-    return DeviceInputs(*sizes, torch_inputs, device, cache_layout=layout)

@@ -11,7 +11,6 @@ import os
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,8 +22,9 @@ from penstock.engine.front.submit import Pooling
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from tests.engine.grammar.test_tokenizer_families import CHOICES
 from tests.support.grammar_rig import FORMS
+from tests.support.refusals import cases
 from tests.support.simulation import random_drafts
-from tests.support.small_models import SIZES, random_model
+from tests.support.small_models import SIZES, place_for, random_model
 from tests.support.text_samples import FAMILIES
 
 VOCAB_SIZE = 400  # more than any of the tokenizers has
@@ -39,14 +39,9 @@ COUNTED = ("num_preemptions", "prefix_hits", "accepted_tokens", "forced_tokens")
 
 
 @functools.cache
-def root() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="penstock-fuzz-")
-
-
-@functools.cache
 def folder(name: str, family: str) -> str:
     kind, fields = MODELS[name]
-    path = Path(root().name) / f"{name} {family}"
+    path = place_for(f"fuzz {name} {family}")
     random_model(kind, {**SIZES, "vocab_size": VOCAB_SIZE, **fields}).save_pretrained(path)
     FAMILIES[family]().save(str(path / "tokenizer.json"))
     return str(path)
@@ -82,25 +77,14 @@ def random_params(rng: random.Random) -> SamplingParams:
 
     options: dict[str, Any] = {"seed": rng.randrange(2**64), "max_tokens": rng.choice([1, 8, 40, 40, None])}
     options["temperature"] = rng.choice([0.0, 0.0, 0.3, 0.8, 1.5])
-    few = ids(rng.choice([1, 2, 3]))
-    for share, fields in (
-        (0.3, {"top_p": rng.choice([0.3, 0.9])}),
-        (0.2, {"top_k": rng.choice([1, 3, 200])}),
-        (0.2, {"min_p": 0.05}),
-        (0.2, {"repetition_penalty": rng.choice([0.7, 1.3])}),
-        (0.2, {"frequency_penalty": 0.7, "presence_penalty": -0.4}),
-        (0.2, {"logit_bias": {token: rng.uniform(-9, 9) for token in ids(5)}}),
-        (0.2, {"allowed_token_ids": few}),  # they repeat, and drafts are right
-        (0.2, {"banned_token_ids": ids(rng.choice([1, 300]))}),
-        (0.3, {"stop_token_ids": few if rng.random() < 0.3 else ids(20)}),
-        (0.2, {"min_tokens": min(rng.choice([1, 5, 30]), options["max_tokens"] or 30)}),
-        (0.2, {"stop": [rng.choice(["e", " t", "\n", "hello"])], "include_stop_str_in_output": rng.random() < 0.5}),
-        (0.2, {"logprobs": rng.choice([0, 3, 20])}),
-        (0.15, {"prompt_logprobs": rng.choice([0, 2])}),
-        (0.2, {"ignore_eos": True}),
-        (0.2, {"n": rng.randint(2, 4)}),
-        (0.35, {"structured_outputs": rng.choice(GRAMMARS)}),
-    ):
+    names = {
+        "rng": rng,
+        "ids": ids,
+        "few": ids(rng.choice([1, 2, 3])),
+        "most": options["max_tokens"],
+        "GRAMMARS": GRAMMARS,
+    }
+    for share, fields in cases(__file__, "shares of options", **names):
         if rng.random() < share:
             options |= fields
     return SamplingParams(**options)

@@ -20,8 +20,8 @@ from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
-from tests.support.refusals import hardest_rows
-from tests.support.small_models import CASES, SEEING, folder, greedy, random_model, reference
+from tests.support.refusals import cases, hardest_rows
+from tests.support.small_models import CASES, SEEING, folder, generated, greedy, random_model, reference
 from tests.support.stored_models import stored, text_of_images
 
 STATES = ("granite4-mamba", "qwen3-next", "lfm2")
@@ -114,26 +114,15 @@ def test_longrope_goes_by_the_longest_sequence_there_may_be(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     prompt, long = prompts(1, low=20, high=20)[0], prompts(1, low=70, high=70)[0]
 
-    def expected(tokens: list[int]) -> list[int]:
-        with torch.no_grad():
-            out: torch.Tensor = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False)
-        return out[0, len(tokens) :].tolist()
-
     short, whole = executor_of(tmp_path, max_model_len=64), executor_of(tmp_path)
     assert short.info.fingerprint != whole.info.fingerprint
     for executor, tokens in ((short, prompt), (whole, long)):
         driver = Driver(executor)
-        assert driver.generate(driver.admit(tokens), count=20) == [expected(tokens)]
+        assert driver.generate(driver.admit(tokens), count=20) == [generated("longrope", model, tokens, 20)[0]]
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        *(("glm4-moe", "model.layers.3.eh_proj.weight"), ("ernie4.5-moe", "model.mtp_block.0.mlp.up_proj.weight")),
-        ("deepseek-v3", "model.layers.3.eh_proj.weight"),
-    ],
-)
-def test_layers_that_guess_ahead_are_left(case: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "name"), cases(__file__, "tensors that draft"))
+def test_layers_that_only_draft_are_left_out(case: str, name: str, tmp_path: Path) -> None:
     path = copied(case, tmp_path / case)
     edit_config(path, num_nextn_predict_layers=1)
     edit_weights(path, {name: torch.ones(4)})

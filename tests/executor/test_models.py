@@ -1,6 +1,6 @@
 """Models against transformers: the same greedy tokens however a model is stored, computed, shared out and scheduled.
 
-One table. Every small model is computed alone; models.txt adds ranks and the scheduler, `stored_rows` the models as
+One table. Every small model is computed alone; models.txt adds plain operations, ranks and the scheduler, `stored_rows` the models as
 checkpoints store them. Weights that a CPU or a GPU computes with stay codes, others are dequantized when they are loaded;
 the memory table of a model says which. The rows that are not the hardest of their kind are slow.
 """
@@ -21,7 +21,6 @@ from penstock.engine.core.request import Request
 from penstock.executor.code_types import has_vectors
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.ranks import runner_factory
-from tests.executor.test_inputs import on_device
 from tests.executor.test_runner import drafts_of
 from tests.support import gguf_files, packed_models, small_models
 from tests.support.checkpoints import (
@@ -39,18 +38,10 @@ from tests.support.refusals import cases
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import CASES, RECURRENT
 from tests.support.stored_models import greedy, stored
-from tests.support.twins import changed, experts, torch_ops
+from tests.support.twins import changed, experts, torch_inputs, torch_ops
 
 CODES, NUMBERS, BYTES = "weights as codes", "coded weights as float32", "FP8 weights as float32"
-# Between them these have all that the decoder has beside products.
-PLAIN = [
-    *("llama-rope-yarn", "mistral-sliding", "gemma3", "gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "ministral3"),
-    *("minimax-m2", "hunyuan", "qwen3.5", "granite4-mamba", "deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"),
-    "nemotron-h",
-]
 DIVERSE = ("gemma2", "gemma4", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "nemotron-h", "deepseek-v3")
-PORTABLE = ("gpt-oss", "qwen3.5")
-BY_TORCH = ("gpt-oss", "deepseek-v3")
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
 LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
 
@@ -95,8 +86,7 @@ def stored_rows() -> Iterator[Row]:
 
 def marked() -> Iterator[Any]:
     rows = [(Row(name), name in DIVERSE) for name in CASES | RECURRENT]
-    rows += [(Row(name, "portable", 16), True) for name in PORTABLE]
-    rows += [(Row(name, "torch", 16), name in BY_TORCH) for name in PLAIN]
+    rows += [(Row(name, way, 16), speed == "fast") for speed, way, name in (line for line in LINES if len(line) == 3)]
     for speed, _, name, ranks, *by_experts in (line for line in LINES if line[1:2] == ["ranks"]):
         rows.append((Row(name, "ranks", 12, int(ranks), by_experts=bool(by_experts)), speed == "fast"))
     assert {str(row) for row in stored_rows()} >= HARDEST
@@ -224,7 +214,7 @@ def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
         monkeypatch.setattr(Drafter, "_expected", guess)
         monkeypatch.setattr("penstock.engine.core.drafts.LEAST_TRUST", 3)
     if "device" in options:
-        monkeypatch.setattr(runner_factory, "open_inputs", on_device)
+        monkeypatch.setattr(runner_factory, "select_input_ops", lambda _: torch_inputs)
     has_drafts = bool(options & {"known", "ngram"})
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4) if has_drafts else None
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, speculative_config=speculation)

@@ -3,11 +3,11 @@
 import os
 import select
 import signal
+import subprocess
 import threading
 import time
 from itertools import chain, repeat
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,8 +25,11 @@ from tests.support.driver import Driver, Trace
 from tests.support.refusals import table
 from tests.support.small_models import folder, greedy
 
+# Ranks are forked where a test does not say otherwise.
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+STARTING = "penstock.executor.process_life.subprocess"
 
-@pytest.mark.usefixtures("forked_ranks")
+
 def test_samples_log_probabilities_and_embeddings_are_those_of_one_rank() -> None:
     prompt = prompts(1, seed=8)[0]
     options = Sampling(temperature=0.9, top_p=0.9, seed=5, repetition_penalty=1.2, logprobs=3, prompt_logprobs=1)
@@ -49,7 +52,6 @@ def test_samples_log_probabilities_and_embeddings_are_those_of_one_rank() -> Non
     np.testing.assert_allclose(got_embedding, embedding, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_drawn_answer_has_the_same_bits_alone_beside_others_and_preempted(ranks: int) -> None:
     """The bits of one rank are others: its sums are in another order, and a draw may tip over."""
@@ -74,7 +76,6 @@ def test_a_drawn_answer_has_the_same_bits_alone_beside_others_and_preempted(rank
         assert trace(driver, *others[:3], preempt=True) == alone
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("case", "ranks", "message"), table(__file__, "ranks", Path=Path))
 def test_a_model_beyond_the_ranks_is_refused_without_a_traceback(case: str | Path, ranks: int, message: str) -> None:
     with pytest.raises(ExecutorError, match=message) as caught:
@@ -82,7 +83,6 @@ def test_a_model_beyond_the_ranks_is_refused_without_a_traceback(case: str | Pat
     assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_named_though_the_other_one_fails_too(rank: int) -> None:
     with running(config_of("llama", 2)) as executor:
@@ -97,7 +97,6 @@ def test_a_killed_rank_is_named_though_the_other_one_fails_too(rank: int) -> Non
             executor.check()
 
 
-@pytest.mark.usefixtures("forked_ranks")
 def test_the_file_descriptor_shows_that_a_rank_died_while_nothing_runs() -> None:
     with running(config_of("llama", 2)) as executor:
         poll = select.poll()
@@ -109,6 +108,7 @@ def test_the_file_descriptor_shows_that_a_rank_died_while_nothing_runs() -> None
 
 
 def test_a_hung_rank_ends_at_its_deadline(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STARTING, subprocess)
     with running(config_of("llama", 2)) as executor:
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
@@ -123,7 +123,6 @@ def test_a_hung_rank_ends_at_its_deadline(capfd: pytest.CaptureFixture[str], mon
     assert "worker.py" in capfd.readouterr().err  # rank 0's stacks
 
 
-@pytest.mark.usefixtures("forked_ranks")
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", 4.0)
     with running(config_of("llama", 2)) as executor:
@@ -136,12 +135,12 @@ def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(
-    is_forked: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A busy machine takes more than five seconds.
     monkeypatch.setattr("penstock.executor.ranks.worker_watch.STOP_GRACE_S", 60.0)
-    if is_forked:
-        request.getfixturevalue("forked_ranks")
+    if not is_forked:
+        monkeypatch.setattr(STARTING, subprocess)
     folder("llama")  # making it starts a thread of tqdm
     before = {*threading.enumerate()}
     with running(config_of("llama", 2)) as executor:
@@ -150,7 +149,6 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(
     assert {*threading.enumerate()} <= before
 
 
-@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_sample_what_masks_allow() -> None:
     """Masks for no row let the ranks go on: the requests of all masked rows have ended meanwhile."""
     prompt = prompts(1, seed=9)[0]
@@ -183,7 +181,7 @@ def test_the_failure_that_is_no_consequence_of_another_is_named() -> None:
 
 def test_a_rank_that_does_not_end_when_killed_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.ranks.worker_watch.STOP_GRACE_S", 0.0)
-    processes = [Mock(pid=number, wait=Mock(side_effect=TimeoutExpired("it", 0))) for number in range(2)]
+    processes = [Mock(pid=number, wait=Mock(side_effect=subprocess.TimeoutExpired("it", 0))) for number in range(2)]
     workers, reports = (
         [ChildProcess("rank", each, Mock()) for each in processes],
         ended_rank(Failed("why", None, False)),

@@ -20,7 +20,6 @@ from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_op
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
-from tests.executor.test_inputs import on_device
 from tests.support.driver import Driver
 from tests.support.refusals import hardest_rows
 from tests.support.small_models import folder
@@ -249,7 +248,7 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
 def test_tables_are_as_wide_as_the_longest_request_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the model's longest context: with a million positions and 256 slots that is a gigabyte."""
     pretend_a_gpu(monkeypatch, Recorder)
-    open_inputs = Mock(side_effect=on_device)
+    open_inputs = Mock(side_effect=runner_factory.open_inputs)
     monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
     config = ExecutorConfig(model=str(folder("qwen3")), dtype="float32", kv_cache_bytes=2**15, block_size=4)
     info = UniprocExecutor(config).info

@@ -10,10 +10,10 @@ import torch
 from penstock.executor.protocol import Sampling, Step
 from penstock.executor.ranks import runner_factory
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_inputs import on_device
 from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import greedy
+from tests.support.twins import torch_inputs
 
 CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
 PROMPT = [(7 * i * i + 3 * i) % 160 for i in range(48)]
@@ -91,7 +91,7 @@ def drafts_of(expected: list[int], first: int, rng: random.Random) -> list[int]:
 def test_drafts_change_no_sampled_token(is_device: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right and wrong drafts, beside a request without any; stale blocks hold nothing that a sum would survive."""
     if is_device:
-        monkeypatch.setattr(runner_factory, "open_inputs", on_device)
+        monkeypatch.setattr(runner_factory, "select_input_ops", lambda _: torch_inputs)
     driver = open_driver()
     kv_of(driver).fill_(float("nan"))
     prompts = [PROMPT[:5], PROMPT[:17], PROMPT]

@@ -32,7 +32,7 @@ from tests.support.adapters import EVERYWHERE, Adapter, keep_in_slots
 from tests.support.checkpoints import config_of, executor_of, prompts, running
 from tests.support.driver import Driver
 from tests.support.programs import open_files
-from tests.support.refusals import hardest_rows, table
+from tests.support.refusals import cases, hardest_rows, table
 from tests.support.small_models import folder
 from tests.support.stored_models import stored
 
@@ -62,16 +62,10 @@ def answers(executor: Any) -> list[list[int]]:
     return driver.generate(*map(driver.admit, tokens), count=COUNT, chunk=7)
 
 
-# Fused tensors, packed experts, latents, states; then the others.
-CASES = [
-    *("phi3", "gpt-oss", "deepseek-v3", "qwen3-next"),
-    *("llama-tied-biases", "gemma4", "llama", "opt", "mixtral", "glm4-moe", "lfm2", "granite4-moe", "granite4-mamba"),
-    *("lfm2-moe", "nemotron-h"),
-]
-ROWS = [*((case, "float32") for case in CASES), ("mixtral", "bfloat16"), ("llama", "bfloat16")]
+UPDATED = cases(__file__, "updated models")
 
 
-@pytest.mark.parametrize(("case", "dtype"), hardest_rows(ROWS, [*ROWS[:4], ("mixtral", "bfloat16")]))
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(UPDATED, UPDATED[:5]))
 def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, dtype: str, tmp_path: Path) -> None:
     other = changed(named(case))
     path = saved(case, other, tmp_path / "other")

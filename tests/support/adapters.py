@@ -15,7 +15,7 @@ from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.models.adapters import AdapterStore
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.driver import Driver
-from tests.support.small_models import greedy, reference
+from tests.support.small_models import generated, greedy, reference
 from tests.support.twins.lora import add_lora
 
 PREFIX = "base_model.model."
@@ -105,7 +105,5 @@ class Adapter:
         self.scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         self._model = merged(case, self.factors, self.scale)
 
-    @torch.no_grad()
     def tokens(self, prompt: list[int], count: int) -> list[int]:
-        out = self._model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-        return list(out[0, len(prompt) :].tolist())
+        return generated(str(self.path), self._model, prompt, count)[0]

@@ -1,14 +1,13 @@
 """The layout of DeepSeek's checkpoints: weights in eight bits, with a scale for each block of 128 × 128."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
 
-QUANTIZATION = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head"],
-}
+_DATA = json.loads(Path(__file__).with_name("packed_models.json").read_text())
+QUANTIZATION: dict[str, Any] = _DATA["quantization"]["blocks"]
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

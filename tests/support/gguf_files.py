@@ -20,12 +20,13 @@ from gguf import GGMLQuantizationType
 from tests.support.coded import FILE_TYPES, packed
 from tests.support.small_models import random_model, reference
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 96
+HEADS, HEAD_DIM, VOCAB = 4, 64, 96
 PERMUTED = ("llama", "granite", "smollm3")  # the converter reorders the rows of queries and keys of these architectures
 PLUS_ONE = ("gemma2", "gemma3", "qwen35", "qwen35moe")  # and adds one to the norms of these
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Names of transformers 5 that the gguf package does not know, and those of the same tensors that it does.
 _RENAMED: dict[str, str] = _DATA["renamed"]
+LLAMA3_SCALING: dict[str, Any] = _DATA["llama3 scaling"]
 
 
 class Case(NamedTuple):
@@ -48,18 +49,7 @@ CASES = {
 
 def metadata(architecture: str = "llama", vocab_size: int = VOCAB, **changes: Any) -> dict[str, Any]:
     """Return the keys of a file. `changes` go by the key's last part; None removes it."""
-    keys = {
-        "context_length": 128,
-        "embedding_length": HIDDEN,
-        "block_count": LAYERS,
-        "feed_forward_length": INNER,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "attention.key_length": HEAD_DIM,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10000.0,
-    }
-    full = {f"{architecture}.{key}": value for key, value in (keys | changes).items()}
+    full = {f"{architecture}.{key}": value for key, value in (_DATA["metadata"] | changes).items()}
     full |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
     full["tokenizer.ggml.tokens"] = [f"<{i}>" for i in range(vocab_size)]
     return full

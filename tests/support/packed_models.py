@@ -6,14 +6,13 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import eight_bits, small_models
-from tests.support.small_models import random_model
+from tests.support.small_models import place_for, random_model
 
 Tensor = torch.Tensor
 WEIGHTS = "model.safetensors"
@@ -141,7 +140,7 @@ def quantization(case: Case) -> dict[str, Any]:
 @cache
 def folders(name: str) -> tuple[Path, Path]:
     """Return the folders of the model as codes, and as the numbers that they stand for."""
-    case, root = (CASES | BLOCKS)[name], Path(_root().name) / name
+    case, root = (CASES | BLOCKS)[name], place_for(f"packed {name}")
     narrow, full = root / "narrow", root / "full"
     is_blocks = case.layout == "blocks"
     random_model(*(small_models.BLOCKS if is_blocks else small_models.CODED)[case.model]).save_pretrained(narrow)
@@ -164,11 +163,6 @@ def folders(name: str) -> tuple[Path, Path]:
     (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": quantization(case)}))
     save_file(tensors, narrow / WEIGHTS)
     return narrow, full
-
-
-@cache
-def _root() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="penstock-packed-")
 
 
 @cache

@@ -74,9 +74,14 @@ def _root() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="penstock-models-")  # removed when the interpreter ends
 
 
+def place_for(name: str) -> Path:
+    """Return where a model is kept until the interpreter ends."""
+    return Path(_root().name) / name
+
+
 @cache
 def folder(case: str) -> Path:
-    path = Path(_root().name) / case
+    path = place_for(case)
     reference(case).save_pretrained(path)
     return path
 

@@ -8,7 +8,6 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,21 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import gguf_files, packed_models, small_models
 from tests.support.checkpoints import WEIGHTS, edit_config
-from tests.support.small_models import SEEING, folder, random_model, reference
+from tests.support.small_models import SEEING, folder, place_for, random_model, reference
 
 IMPLIED = ("gemma3", "ministral3", "mistral")  # their text config does not say whether the head is the embedding
-
-
-@cache
-def _root() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="penstock-stored-")
 
 
 @cache
 def stored(name: str) -> tuple[Path, Any]:
     """Return the path of the checkpoint and transformers' model."""
     kind, _, case = name.rpartition("/")
-    path = Path(_root().name) / name.replace("/", "-")
+    path = place_for(f"stored {name.replace('/', '-')}")
     if kind == "gguf":
         return gguf_files.written(case, path.with_suffix(".gguf"))
     if kind == "mxfp4":

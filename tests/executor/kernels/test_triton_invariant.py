@@ -28,6 +28,7 @@ from tests.support.driver import Driver
 from tests.support.kernel_cases import close
 from tests.support.paged import Cache, attend, random
 from tests.support.recurrent import Layer, States, batch_of
+from tests.support.refusals import cases
 from tests.support.twins import torch_ops
 
 OPS = InvariantOps(row_kernels)
@@ -67,7 +68,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("shape", [(72, 300), pytest.param((136, 256), marks=pytest.mark.slow_in_interpreter)])
 @pytest.mark.usefixtures("small_parts")
-def test_a_product(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     """With few rows each part of the depth has a program; with 140 rows one program has all parts."""
     (width, depth), rows = shape, 40 if dtype is torch.float32 else 140
     x, weight = random(rows, depth, dtype=dtype).to(device), random(width, depth, dtype=dtype, seed=1).to(device)
@@ -87,24 +90,21 @@ def test_a_products_parts_depend_on_its_shape_alone() -> None:
     assert tiles.fixed_tile(1, 4096, 14336, 2)[1] > 1 == tiles.fixed_tile(1, 28672, 4096, 2)[1]
 
 
-CASES: dict[str, tuple[int, int, int, int | None, ScoreExtras]] = {
-    "plain": (64, 3, 1, None, NO_EXTRAS),
-    "heads of 80 and 9": (80, 2, 2, 9, NO_EXTRAS),
-    "a window": (32, 4, 2, 70, NO_EXTRAS),
-    "sinks and a cap": (32, 4, 2, None, ScoreExtras(1.5, torch.tensor([-3.0, 0.0, 5.0, 12.0]))),
-    "heads that are not split": (256, 2, 1, 90, NO_EXTRAS),
-}
+NAMES = {"torch": torch, "NO_EXTRAS": NO_EXTRAS, "ScoreExtras": ScoreExtras}
+CASES = {name: case for name, *case in cases(__file__, "fixed attention", **NAMES)}
+IN_FLOAT32 = [(name, torch.float32) for name in CASES if name != "pages of eight bits"]
 
 
 @pytest.mark.slow_in_interpreter
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in CASES), *IN_FLOAT32], ids=str)
+def test_a_token_attends_with_the_same_bits_in_any_batch_and_chunk(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, name: str
+) -> None:
     """A token gets the same as a row of its own, in chunks cut anywhere, behind others and beside a graph's padding."""
     monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
-    dim, heads, kv_heads, window, extras = CASES[name]
+    dim, heads, kv_heads, window, extras, pages = CASES[name]
     contexts = [140, 90, 70]
-    cache = Cache(contexts, kv_heads, dim, 16, dtype)
+    cache = Cache(contexts, kv_heads, dim, 16, pages or dtype)
     q = random(len(contexts), max(contexts), heads, dim, dtype=dtype, seed=9)
     extras = extras._replace(sinks=None if extras.sinks is None else extras.sinks.to(device))
     run = partial(attend, OPS, cache.to(device), q.to(device), window=window, extras=extras)
@@ -130,19 +130,8 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype:
 
 
 @pytest.mark.slow_in_interpreter
-def test_attention_over_pages_of_eight_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(attention_ops, "FIXED_SPLIT", 64)
-    cache = Cache([140], 2, 64, 16, torch.bfloat16)
-    cache.k_pages, cache.v_pages = (each.to(torch.float8_e4m3fn) for each in (cache.k_pages, cache.v_pages))
-    q = random(1, 140, 4, 64, dtype=torch.bfloat16, seed=9).to(device)
-    whole = attend(OPS, cache.to(device), q, [(0, 140, 140)])
-    for context in (1, 64, 65, 140):
-        assert torch.equal(attend(OPS, cache.to(device), q, [(0, 1, context)])[0], whole[context - 1])
-
-
-@pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_experts(device: torch.device, dtype: torch.dtype) -> None:
+def test_experts_give_a_token_the_same_bits_in_any_batch(device: torch.device, dtype: torch.dtype) -> None:
     """From fewer entries than an expert has rows in its smallest tile to more than in its largest."""
     kit = Kit(device, dtype)
     hidden, gate_up, down = kit.random(150, 64), plain(kit, 2, 128, 64), plain(kit, 2, 64, 64)
@@ -157,22 +146,22 @@ def test_experts(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow_in_interpreter
-@pytest.mark.parametrize("fields", [{"group": 32}, {"group": 64, "below": torch.uint8}, {"bits": 8, "group": 16}])
-def test_products_with_codes(device: torch.device, fields: dict[str, Any]) -> None:
-    weight = packed(Kit(device, torch.bfloat16), 72, 384, **fields)
+@pytest.mark.parametrize("fields", [*cases(__file__, "fixed products with codes", torch=torch), None])
+def test_products_with_codes_and_of_eight_bits_have_the_same_bits_in_any_batch(
+    device: torch.device, fields: dict[str, Any] | None
+) -> None:
     x = random(150, 384, dtype=torch.bfloat16).to(device)
-    alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
-
-
-@pytest.mark.slow_in_interpreter
-def test_products_of_eight_bits(device: torch.device) -> None:
-    weight, x = blocks(Kit(device, torch.float32), 200, 384), random(150, 384, dtype=torch.bfloat16).to(device)
-    alike(lambda rows: OPS.linear(Fp8Rows(row_kernels.quantize(rows), torch.bfloat16), weight), x, (1, 17, 65))
+    if fields is not None:
+        weight = packed(Kit(device, torch.bfloat16), 72, 384, **fields)
+        alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
+        return
+    eight_bits = blocks(Kit(device, torch.float32), 200, 384)
+    alike(lambda rows: OPS.linear(Fp8Rows(row_kernels.quantize(rows), torch.bfloat16), eight_bits), x, (1, 17, 65))
 
 
 @pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])
-def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None:
+def test_a_recurrent_layer_has_the_same_bits_in_any_chunks(device: torch.device, erases: bool) -> None:
     layer = Layer.random(70, (1, 2, 16, 16), torch.bfloat16, device=device, erases=erases)
     found = []
     for cuts in ([70], [1, 69], [33, 37], [64, 5, 1]):
@@ -187,7 +176,9 @@ def test_a_recurrent_layer_in_chunks(device: torch.device, erases: bool) -> None
 
 @pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize(("case", "pages"), [("qwen3", "auto"), ("qwen3", "fp8"), ("gpt-oss", "auto")])
-def test_a_model(monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, pages: str) -> None:
+def test_a_request_has_the_same_bits_alone_in_chunks_and_after_a_preemption(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, pages: str
+) -> None:
     """Log-probabilities of the whole vocabulary: alone, in chunks beside others, and after a preemption."""
     compute_with(monkeypatch, OPS)
     options: dict[str, Any] = {"kv_cache_bytes": 2**18, "block_size": 4, "max_num_seqs": 4, "batch_invariant": True}

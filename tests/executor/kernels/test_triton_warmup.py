@@ -15,7 +15,6 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
-from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
@@ -23,7 +22,6 @@ from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.ranks import runner_factory
-from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import packed_models, small_models
@@ -31,7 +29,7 @@ from tests.support.adapters import Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with
 from tests.support.draft_models import draft_model
 from tests.support.driver import GREEDY, Driver
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.simulation import Simulation, submit
 from tests.support.twins import changed, operations, torch_inputs, torch_ops
 from tests.support.twins import eight_bits as eight_bits_twin
@@ -47,6 +45,7 @@ TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, 
 ROWS, TOKENS, LONGEST = 20, 256, 256
 SomeAdapters = tuple[str | None, ...]
 NESTED = {"blocks": BlockOps}
+OPTIONS: dict[str, Any] = dict(cases(__file__, "options of requests"))
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +85,8 @@ def open_on_kernels(
     """Open a model whose operations, drawing and inputs launch kernels."""
     ops, inputs = beside(Ops, OPS, TWINS), beside(InputOps, step_inputs, torch_inputs)
     sampling = beside(SamplingOps, SAMPLING_OPS, sampling_twin)
-
-    def open_inputs(config: ExecutorConfig, longest: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
-        sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
-        return DeviceInputs(*sizes, inputs, device, cache_layout=layout, draft_tokens=config.draft_tokens)
-
     pretend_a_gpu(monkeypatch, lambda: recorder, (32, TOKENS))
-    monkeypatch.setattr(runner_factory, "open_inputs", open_inputs)
+    monkeypatch.setattr(runner_factory, "select_input_ops", lambda _: inputs)
     monkeypatch.setattr(runner_factory, "select_sampling_ops", lambda _: sampling)
     compute_with(monkeypatch, ops)
     return UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**24, block_size=4, **options))
@@ -100,20 +94,8 @@ def open_on_kernels(
 
 def any_sampling(rng: np.random.Generator) -> Sampling:
     """Return some of the options of a request, each with even odds."""
-    every: dict[str, Any] = {
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.2,
-        "logit_bias": ((3, 2.0), (9, -5.0)),
-        "allowed_ids": tuple(range(100)),
-        "banned_ids": (4, 5),
-        "logprobs": int(rng.integers(-1, 4)),
-        "prompt_logprobs": int(rng.integers(0, 3)),
-    }
-    some: dict[str, Any] = {name: value for name, value in every.items() if rng.random() < 0.3}
+    every = OPTIONS | {"logprobs": int(rng.integers(-1, 4)), "prompt_logprobs": int(rng.integers(0, 3))}
+    some = {name: value for name, value in every.items() if rng.random() < 0.3}
     stops: dict[str, Any] = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
