@@ -113,11 +113,11 @@ RECURRENT = ("qwen3.5", "granite4-mamba", "lfm2", "nemotron-h")
 PROMPTS_IN_GRAPHS = ("qwen3", "gemma3", "qwen3-moe", "opt", "deepseek-v2-lite", *RECURRENT)
 
 
-EAGER = [pytest.param("pretended", True, marks=pytest.mark.slow)]
-EAGER += [pytest.param("cuda", False, marks=GPU), pytest.param("cuda", True, marks=(GPU, pytest.mark.slow))]
+OTHER_WAYS = [pytest.param("pretended", True, marks=pytest.mark.slow)]
+OTHER_WAYS += [pytest.param("cuda", False, marks=GPU), pytest.param("cuda", True, marks=(GPU, pytest.mark.slow))]
 
 
-@pytest.mark.parametrize(("device", "is_eager"), [("pretended", False), *EAGER])
+@pytest.mark.parametrize(("device", "is_eager"), [("pretended", False), *OTHER_WAYS])
 @pytest.mark.parametrize("case", hardest(PROMPTS_IN_GRAPHS, "gemma3", "qwen3-moe", "deepseek-v2-lite"))
 def test_graphs_give_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, case: str, device: str, is_eager: bool

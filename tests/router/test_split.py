@@ -91,11 +91,15 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica() -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "is_split"), table(__file__, "split", CHAT=CHAT, COMPLETIONS=COMPLETIONS, LONG=LONG)
+    ("path", "body", "settings", "is_split"), table(__file__, "split", CHAT=CHAT, COMPLETIONS=COMPLETIONS, LONG=LONG)
 )
-def test_a_prompt_of_which_every_position_is_needed_is_not_split(path: str, body: Any, is_split: bool) -> None:
-    with split_fleet() as (_, (decode,), router):
+def test_only_long_prompts_of_which_not_every_position_is_needed_are_split(
+    path: str, body: Any, settings: dict[str, int], is_split: bool
+) -> None:
+    """The operator sets the length."""
+    with split_fleet(**settings) as ((prefill,), (decode,), router):
         assert router.http.post(path, json=body).status_code == 200
+        assert bool(prefill.seen) == is_split
         assert ("kv_transfer_params" in fields(decode.seen[0])) == is_split
 
 
@@ -140,13 +144,6 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
             hold.go.set()
             assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
         assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
-
-
-@pytest.mark.parametrize(("threshold", "prompt", "is_split"), [(10, "word " * 20, True), (2000, LONG, False)])
-def test_the_operator_sets_the_length_from_which_prompts_are_split(threshold: int, prompt: str, is_split: bool) -> None:
-    with split_fleet(prefill_threshold=threshold) as ((prefill,), _, router):
-        router.complete(prompt)
-        assert bool(prefill.seen) == is_split
 
 
 # Failures.
