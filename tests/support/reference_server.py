@@ -418,6 +418,7 @@ class ChatAnswer(Answer):
         message: dict[str, Any] = {"role": "assistant", "content": None}
         if self.tool is not None:
             text = "" if defect == "tool-chunk-lost" and number == 4 else text
+            text = text.replace('\\"', "'") if defect == "quotes-lost-in-delta" and number else text
             if defect == "tool-argument-cut" and finish:
                 text = "" if number else text[:-1]
             name = "another" if defect == "tool-renamed" else self.tool["name"]
