@@ -3,7 +3,7 @@
 A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
 cffi parses, so the two cannot diverge; to Python, the types of addresses.h are integers. A new pair needs no
 registration. Nothing is compiled for the instructions of the build machine: kernels are chosen at run time.
-`python csrc/build.py` builds in place, setup.py into the wheel. Both compile the sources on all cores.
+`python csrc/build.py` builds in place, setup.py into the wheel: on all cores, without debug information.
 """
 
 import os
@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path(__file__).resolve().parent
 MODULE = "penstock._csrc"
 ADDRESSES = "typedef uintptr_t inputs, outputs, floats, int32s, int64s, uint8s;"
-FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden")
+FLAGS = ("-O3", "-g0", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden")
 
 
 class BuildOnAllCores(build_ext):
