@@ -34,8 +34,12 @@ def main() -> None:
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = [name for name in archive.namelist() if name.endswith(".py")]
     with tarfile.open(sdist) as archive:
-        in_sdist = [name.partition("/src/")[2] for name in archive.getnames() if name.endswith(".py")]
-    in_sdist = [name for name in in_sdist if name]
+        stored = [name.partition("/")[2] for name in archive.getnames() if name.endswith(".py")]
+    # A room is a folder at the top and a link below src/penstock, as in a checkout, and the tests are stored as well.
+    rooms = {link.name for link in Path("src/penstock").iterdir() if link.is_symlink()}
+    in_sdist = [f"penstock/{name}" for name in stored if name.partition("/")[0] in rooms]
+    in_sdist += [name.removeprefix("src/") for name in stored if name.startswith("src/")]
+    assert {"tests/size.py", "tests/test_layers.py"} <= set(stored)
     in_tree = [str(path.relative_to("src")) for path in sources(Path("src/penstock"))]
     for where, names in ("wheel", in_wheel), ("sdist", in_sdist):
         assert Counter(names) == Counter(in_tree), f"{where} and tree differ: {set(names) ^ set(in_tree)}"

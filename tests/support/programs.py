@@ -23,7 +23,7 @@ def printed(code: str, *arguments: object, flags: Sequence[str] = (), **environm
     """Run Python code in a fresh process, which finds the modules that this one finds; return what it prints."""
     command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
