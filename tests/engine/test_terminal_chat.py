@@ -58,10 +58,14 @@ def answer(seen: Seen, sock: socket.socket) -> bytes | None:
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, *words: str, questions: str) -> tuple[int, str]:
-    """Return the exit code and what was printed."""
+    """Return the exit code and what was printed. Ctrl-C is heard also where a shell started the tests in the background."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(questions))
     monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
-    return main(["chat", *words]), printed.getvalue()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return main(["chat", *words]), printed.getvalue()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("question", "shown", "error"), cases(__file__, "questions without an answer", PAUSED=PAUSED))

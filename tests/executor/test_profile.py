@@ -16,6 +16,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, 
 from penstock.executor.ranks import rank_builder, rank_settings, runner_factory
 from penstock.executor.ranks.rank_builder import RankBuilder
 from penstock.executor.sampling.edits import TokenCounts
+from penstock.executor.step import memory
 from penstock.executor.step.memory import GpuUse, KvPlan, allocate_kv, naming_options, plan_kv, wait_for_release
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
@@ -100,7 +101,7 @@ def test_a_start_waits_for_a_process_that_ends_and_for_others_only_for_a_while(m
 def test_a_cache_that_other_processes_make_small_is_named_with_both_sizes(
     kv_bytes: int | None, is_named: bool, open_metered: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_builder, "wait_for_release", lambda measure, *_: measure())
+    monkeypatch.setattr(memory, "wait_for_release", lambda measure, *_: measure())
     _, lines = open_metered(Meter(free=30), max_num_seqs=2, kv_cache_bytes=kv_bytes)
     assert any("24.0 GiB are left for the KV cache instead of 49.0 GiB" in line for line in lines) == is_named
 
@@ -137,7 +138,7 @@ def test_the_largest_steps_are_run_and_measured(
         return plan_kv(*arguments)
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
-    monkeypatch.setattr(rank_builder, "plan_kv", plan)
+    monkeypatch.setattr(memory, "plan_kv", plan)
     limits = {"max_num_batched_tokens": num_tokens, "max_num_seqs": 3, "block_size": 4}
     info = open_metered(meter, case, **limits, **options)[0].info
     # Graphs will need as much memory as their largest step, which is run by itself at the end.

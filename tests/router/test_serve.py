@@ -133,7 +133,8 @@ def test_without_a_descriptor_left_the_answer_is_503_and_the_replica_up(monkeypa
     with stub() as backend, running_router(backend.url) as router:
         replica = router.fleet.replicas[backend.url]
         monkeypatch.setattr(replica.pool, "connect", connect)
-        until(lambda: router.call(replica.pool.close) or len(errors) > 2)  # a connection may have been in the making
+        monkeypatch.setattr("penstock.router.http.upstream.IDLE_S", -1.0)
+        until(lambda: router.call(replica.pool.sweep) or len(errors) > 2)  # a connection may have been in the making
         answers = [router.complete(model="m") for _ in range(6)]
         until(lambda: len(errors) > 12)  # the probes fail in the same way
         assert [answer.status_code for answer in answers] == [503] * 6
