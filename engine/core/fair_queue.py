@@ -88,8 +88,6 @@ class WaitingQueue:
     def _tag(self, client: bytes) -> int:
         return max(self._time, self._tags.get(client, 0))
 
-    # -- what clients use --------------------------------------------------------------------------------------
-
     @property
     def is_shared(self) -> bool:
         """True if requests wait, and those that wait or ran lately are of several clients."""
@@ -109,5 +107,5 @@ class WaitingQueue:
         self._tags[client] = self._tag(client) + num_tokens
 
     def forget(self) -> None:
-        """Forget what clients have used, as nothing waits."""
+        """Forget what clients have used. Only an idle engine does: nothing may wait."""
         self._tags.clear()

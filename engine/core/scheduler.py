@@ -170,9 +170,10 @@ class Scheduler:
     def _overtaken(self) -> list[Request]:
         """Return the running requests whose long prompts let the next waiting request pass, because its client has used
         less."""
-        first = self.waiting.first(self._clock())
+        if (first := self.waiting.first(self._clock())) is None:
+            return []
         prompts = [request for request in self.running if request.num_scheduled < request.num_prompt - 1]
-        return [each for each in prompts if first is not None and self.waiting.is_before(first, each)]
+        return [each for each in prompts if self.waiting.is_before(first, each)]
 
     def _plan_rows(self, requests: Sequence[Request], plan: StepPlan) -> None:
         """Plan the next rows of running requests, and register the blocks of all rows."""
