@@ -288,7 +288,8 @@ def test_a_bug_is_a_500_that_tells_the_client_nothing(
 
 def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
     def echoed(value: bytes) -> str:
-        return server.http.get("/version", headers={b"x-request-id": value}).headers["x-request-id"]
+        # On a connection of its own: the server may just have closed one, after the bug of the test above.
+        return httpx.get(f"{server.url}/version", headers={b"x-request-id": value}).headers["x-request-id"]
 
     assert echoed(b"job-7/a.b:c") == "job-7/a.b:c"
     assert echoed(b"a b\tc<script>\xff") == "abcscript"
