@@ -50,16 +50,12 @@ class DraftRows(NamedTuple):
 class NoDrafter:
     """Sends no drafts."""
 
-    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:  # noqa: ARG002
+    def extend(self, *_: object) -> tuple[list[Row], dict[int, DraftRows]]:
         return [], {}
 
-    def choose_drafts(
-        self, request: Request, num_new: int, sent: DraftRows | None, num_running: int, drafted: Sequence[int] | None
-    ) -> None:
-        pass
+    def choose_drafts(self, *_: object) -> None: ...
 
-    def note_cost(self, step: Step, num_requests: int, now_s: float) -> None:
-        pass
+    def note_cost(self, *_: object) -> None: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +84,7 @@ class StepCost:
         return not self.drafted_s or (1 + num_accepted) * self.plain_s > MARGIN * self.drafted_s
 
 
-class Drafter(NoDrafter):
+class Drafter:
     """Decides which requests get drafts, and how many. The state per request is stored in the request.
 
     `draft_trust` rises with correct predictions of repeated text and falls with wrong ones. Below 1, predictions are only

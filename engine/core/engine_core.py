@@ -57,9 +57,9 @@ class EngineCore:
         self.scheduler = Scheduler(_scheduler_config(config, executor.info), executor.info, clock)
         self.constraints = Constraints(self.scheduler, executor, compiler)
         kv = self.scheduler.kv
-        pools: Mapping[str, BlockPool | UsableKeys] = kv.pools()
+        pools: Mapping[str, BlockPool | UsableKeys] = kv.pools
         if len(executor.info.groups) > 1:
-            pools = {tier: UsableKeys(pool, kv) for tier, pool in kv.pools().items()}
+            pools = {tier: UsableKeys(pool, kv) for tier, pool in kv.pools.items()}
         self.cache_log = CacheLog(pools, kv.keys)
         self._clock = clock
         self.last_step_tokens = 0  # tokens of the step that `step` collected

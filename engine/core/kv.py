@@ -42,6 +42,7 @@ class Kv:
         self._groups, self._windows, self.num_pages = info.groups, self.keys.windows, self.keys.num_pages
         has_tiers = info.num_host_blocks > 0
         self.tiers = Tiers(pool, self.keys, self._history, info, chunk, clock) if has_tiers else NoTiers(pool)
+        self.pools = {"device": pool, **self.tiers.pools}  # those whose content is reported, by tier
         self._page_of = self.tiers.page_of
         # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.
         least = chunk // info.block_size if info.device == "cuda" else 0
@@ -49,10 +50,6 @@ class Kv:
         self._replaced: list[int] = []  # pages that the step being planned may still write to or read
         self.listeners: list[Callable[[bytes], None]] = []  # called with each key that can be hit from now on
         self._only_grows = not self._windows and not self.num_pages  # rows release nothing
-
-    def pools(self) -> dict[str, BlockPool]:
-        """Return the pools whose content is reported, by tier."""
-        return {"device": self._pool, **self.tiers.pools()}
 
     def end_step(self, requests: Iterable[Request]) -> Transfers | None:
         """Finish a step whose rows of these requests are planned; return what it moves between the tiers."""

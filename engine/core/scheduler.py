@@ -68,7 +68,7 @@ class Scheduler:
         self.kv = Kv(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
         self.tiers = self.kv.tiers
         drafts = config.speculative_config
-        self._drafter = NoDrafter()
+        self._drafter: Drafter | NoDrafter = NoDrafter()
         if drafts is not None:
             self._stats.accepted_at = [0] * drafts.most_drafts
             self._drafter = Drafter(drafts, info.block_size, config.max_num_seqs, self._stats, self.kv)

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
@@ -25,7 +26,7 @@ from penstock.cache.tiers.names import DISK, PEER, tier_of
 from penstock.engine.core.cache_history import CacheHistory
 from penstock.engine.core.fair_queue import WaitingQueue
 from penstock.engine.core.page_keys import PageKeys
-from penstock.engine.core.prefix_loads import LookUp, PrefixLoads
+from penstock.engine.core.prefix_loads import PrefixLoads
 from penstock.engine.core.request import Claim, Request
 from penstock.engine.core.tier_stats import Rates, tier_stats
 from penstock.engine.messages import MissReason
@@ -37,54 +38,30 @@ MANY_TOUCHES = 256  # with this many, transfers are sent for them alone
 
 
 class NoTiers:
-    """Stands for the tiers of an engine that has none."""
+    """Stands for the tiers of an engine that has none: they hold nothing, and nothing moves."""
 
-    is_stale = False
+    is_stale = needs_step = False
     is_idle = True
-    needs_step = False
     loading: Mapping[Request, object] = {}
+    pools: Mapping[str, BlockPool] = {}
 
     def __init__(self, pool: BlockPool) -> None:
         self.page_of = pool.find
 
-    def pools(self) -> dict[str, BlockPool]:
-        return {}
-
-    def wake(self) -> None:
-        pass
-
-    def begin(self, _waiting: WaitingQueue, _num_running: int) -> None:
-        pass
-
-    def end(self) -> Transfers | None:
-        return None
-
-    def finish(self, _step: Step, _result: StepResult) -> None:
-        pass
-
     def prepare(self, _request: Request) -> Claim:
         return Claim.ADMITTED
-
-    def restore(self, _request: Request, _copies: list[list[tuple[int, int]]]) -> dict[str, int]:
-        return {}
-
-    def offer(self, _key: bytes) -> None:
-        pass
-
-    def release(self, _request: Request) -> None:
-        pass
-
-    def why_not_loaded(self, _key: bytes) -> MissReason | None:
-        return None
 
     def forget(self) -> bool:
         return True
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def _none(self, *_: object) -> Any:
+        return None
+
+    def _empty(self, *_: object) -> dict[str, Any]:
         return {}
 
-    def check(self, _in_flight: Sequence[Transfers | None]) -> None:
-        pass
+    wake = begin = end = finish = offer = release = why_not_loaded = check = _none
+    restore = stats = _empty
 
 
 class Tiers:
@@ -119,21 +96,13 @@ class Tiers:
         self._must_forget = False  # the ranks must still be told to serve nothing computed earlier
         self._touched: list[bytes] = []  # used keys on the disk, to report with the next transfers
         self.counts: Counter[str] = Counter()
-
-    def pools(self) -> dict[str, BlockPool]:
-        """Return the pools whose content is reported, by tier. Blocks of stores pass through the host."""
-        return {"host": self.index.host}
+        self.pools = {
+            "host": self.index.host
+        }  # those whose content is reported; blocks of stores pass through the host
+        self.offer = self.index.offer  # queues the device block with a key for a copy to the host
+        self.prepare, self.loading = self._loads.prepare, self._loads.loading
 
     # -- admission -----------------------------------------------------------------------------------------
-
-    @property
-    def loading(self) -> Mapping[Request, LookUp]:
-        """Return the look-ups of requests that wait outside of the queue for loads."""
-        return self._loads.loading
-
-    def prepare(self, request: Request) -> Claim:
-        """Look up the prefix of a queued request; ADMITTED means that `Kv` can admit it now."""
-        return self._loads.prepare(request)
 
     def page_of(self, key: bytes) -> int:
         """Return the page with this content: on the device, or negative in host memory; 0 if there is none."""
@@ -164,10 +133,6 @@ class Tiers:
         if self.index.ticket_of(key) is not None:
             return "tier_timeout"
         return None if self.index.store_of(key) is None else "tier_slow"
-
-    def offer(self, key: bytes) -> None:
-        """Queue the device block with this key for a copy to the host."""
-        self.index.offer(key)
 
     def release(self, request: Request) -> None:
         """End the loads and copies of a request that leaves the device or the queue, before its pages are released."""

@@ -99,7 +99,7 @@ def test_blocks_that_an_idle_core_still_saves_are_reported_at_once() -> None:
     sent = serve(core, [WatchCache(True), submit("a", [1] * 64, max_tokens=1)])
     updates = [message for message in sent if isinstance(message, CacheUpdate) and message.tier == "host"]
     reported = {key for update in updates for key in keys_in(update.stored)}
-    host = core.scheduler.kv.pools()["host"]
+    host = core.scheduler.kv.pools["host"]
     assert reported == {key[:8] for key in host.cached_keys()} and len(reported) == 4
 
 

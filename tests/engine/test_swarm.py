@@ -98,7 +98,7 @@ class Life:
         self.messages: dict[str, Submit] = {}
         self.weights: list[str | None] = [None]  # a folder for each version
         self.adapters: list[str] = []  # the keys of those that are loaded
-        self.reported: dict[str, set[bytes]] = {tier: set() for tier in rig.scheduler.kv.pools()}
+        self.reported: dict[str, set[bytes]] = {tier: set() for tier in rig.scheduler.kv.pools}
         self.counts = Counter[str]()
         self.acts: dict[Callable[[], object], float] = {self.abort: rng.choice([0.02, 0.05])}
         if has["resets"]:
@@ -202,7 +202,7 @@ class Life:
         if self.has["watcher"] and len(rig.groups) == 1:
             updates = rig.core.cache_log.updates()
             self.counts["reported"] += len(updates)
-            for tier, pool in rig.scheduler.kv.pools().items():
+            for tier, pool in rig.scheduler.kv.pools.items():
                 apply(self.reported[tier], updates, tier)
                 assert self.reported[tier] == {key[:8] for key in pool.cached_keys()}
 
