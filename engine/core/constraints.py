@@ -4,9 +4,16 @@ It connects the scheduler (the requests), the compiler (their grammars), the mas
 which needs the masks before it samples.
 """
 
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from penstock.engine.core.grammars import CompileJob, GrammarCompiler, GrammarRefused, GrammarState, StepMaskFiller
+from penstock.engine.core.grammars import (
+    CompileJob,
+    FillMasks,
+    GrammarCompiler,
+    GrammarRefused,
+    GrammarState,
+    StepMasks,
+)
 from penstock.engine.core.request import Request
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
@@ -19,15 +26,18 @@ class Constraints:
     def __init__(self, scheduler: Scheduler, executor: Executor, compiler: GrammarCompiler | None) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._jobs: dict[Request, CompileJob] = {}  # by the requests that wait for them, unless these have ended
-        self._filler: StepMaskFiller | None = None  # created with the first constrained request
+        self._fill: FillMasks | None = None  # created with the first constrained request
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._filling: Future[StepMasks] | None = None  # of the only step in flight, while it computes
 
     def submit(self, message: Submit) -> None:
         """Queue a request with a grammar. A new grammar is compiled while the request waits."""
         assert message.grammar is not None and self._compiler is not None
         matcher = job = None
         try:
-            if self._filler is None:
-                self._filler = self._compiler.mask_filler(self._scheduler.config.max_num_seqs)
+            if self._fill is None:
+                self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
+                self._fill = self._compiler.mask_filler(self._scheduler.config.max_num_seqs)
             matcher = self._compiler.cached(message.grammar)
             if matcher is None:
                 job = self._compiler.start(message.grammar)
@@ -79,23 +89,22 @@ class Constraints:
     def begin_masks(self) -> None:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
         pass."""
-        if self._filler is not None and (rows := self._masked_rows()) is not None:
-            self._filler.start(rows)
+        if self._fill is not None and (rows := self._masked_rows()) is not None:
+            self._filling = self._thread.submit(self._fill, rows)
 
     def set_masks(self) -> list[Output]:
         """Pass the masks of the oldest step in flight to the executor; return the outputs of requests that end.
 
         The masks of a later step depend on the tokens that this one samples.
         """
-        if self._filler is None:
+        if self._fill is None:
             return []
-        if self._filler.is_filling:
-            masks = self._filler.finish()
+        if self._filling is not None:
+            masks, self._filling = self._filling.result(), None
+        elif (rows := self._masked_rows()) is not None:
+            masks = self._fill(rows)
         else:
-            rows = self._masked_rows()
-            if rows is None:
-                return []
-            masks = self._filler.fill(rows)
+            return []
         step, requests, _ = self._scheduler.in_flight[0]
         self._executor.set_masks(step.step_id, masks.rows, masks.bits)
         # `ended`: the grammar is complete; `errors`: it has become too expensive.
@@ -118,7 +127,6 @@ class Constraints:
         ]
 
     def close(self) -> None:
-        if self._filler is not None:
-            self._filler.close()
+        self._thread.shutdown()
         if self._compiler is not None:
             self._compiler.close()

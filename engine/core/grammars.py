@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -62,21 +62,8 @@ class StepMasks(NamedTuple):
     errors: dict[int, str]  # rows whose mask could not be computed, with the reason; their masks are not used either
 
 
-class StepMaskFiller(Protocol):
-    """Fills the masks of one step at a time. `start` returns at once, so that the forward pass runs meanwhile."""
-
-    @property
-    def is_filling(self) -> bool: ...
-
-    def start(self, rows: Sequence[tuple[int, GrammarState]]) -> None:
-        """Start filling the masks of these rows of the step; their states must not change before `finish`."""
-
-    def finish(self) -> StepMasks: ...
-
-    def fill(self, rows: Sequence[tuple[int, GrammarState]]) -> StepMasks:
-        """Fill the masks in the calling thread."""
-
-    def close(self) -> None: ...
+# Fills the masks of one step at a time, for the indices of its constrained rows and their states.
+FillMasks = Callable[[Sequence[tuple[int, GrammarState]]], StepMasks]
 
 
 class GrammarCompiler(Protocol):
@@ -94,7 +81,7 @@ class GrammarCompiler(Protocol):
     def warm(self) -> None:
         """Prepare in the background for the first grammar. Further calls do nothing."""
 
-    def mask_filler(self, max_rows: int) -> StepMaskFiller:
-        """Return a filler for states of this compiler; raise RuntimeError if no thread starts."""
+    def mask_filler(self, max_rows: int) -> FillMasks:
+        """Return a function that fills the masks of at most `max_rows` states of this compiler."""
 
     def close(self) -> None: ...

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from penstock.engine.core.grammars import CompileJob, GrammarRefused, GrammarState
+from penstock.engine.core.grammars import CompileJob, FillMasks, GrammarRefused, GrammarState
 from penstock.engine.grammar.library import LIMITS, shortened, start_thread
 from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.matcher import Lexer, Matcher
@@ -82,9 +82,8 @@ class Compiler:
                 start_thread(self._work)
                 self._given_up.add(job.result)
 
-    def mask_filler(self, max_rows: int) -> MaskFiller:
-        """Return a filler of the masks of this compiler's grammars; raise RuntimeError if no thread starts."""
-        return MaskFiller(max_rows)
+    def mask_filler(self, max_rows: int) -> FillMasks:
+        return MaskFiller(max_rows).fill
 
     def close(self) -> None:
         for _ in range(self._num_threads):

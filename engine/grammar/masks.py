@@ -1,11 +1,8 @@
-"""The token masks of a step: one bit per token of the vocabulary for every constrained row, filled by threads.
-
-`start` returns at once, so that the forward pass runs meanwhile; `finish` waits. Two buffers alternate: the executor
-may read one while the other is filled.
+"""The token masks of a step: one bit per token of the vocabulary for every constrained row. Many rows are filled by several
+threads. Two buffers alternate: the executor may read one while the other is filled.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -22,32 +19,13 @@ class MaskFiller:
     """Fills the masks of one step at a time."""
 
     def __init__(self, max_rows: int) -> None:
-        """Raise RuntimeError if no thread can be started."""
         self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []  # allocated once the vocabulary is known; unused pages cost nothing
         self._ends: np.ndarray | None = None  # [words]: bits of all tokens except end tokens
         self._plain = (0, 0)  # the longest range of words without the bit of an end token
         self._pool: Any = None  # llguidance's threads, started for the first large step
-        self._thread = ThreadPoolExecutor(1, "masks")
-        self._thread.submit(int).result()  # starts the thread here, so that a failure raises here
-        self._filling: Future[StepMasks] | None = None
-
-    @property
-    def is_filling(self) -> bool:
-        return self._filling is not None
-
-    def start(self, rows: Sequence[tuple[int, GrammarState]]) -> None:
-        """Start filling the masks of these rows of the step; do not touch their matchers before `finish`."""
-        assert not self.is_filling, "one step at a time"
-        self._filling = self._thread.submit(self.fill, rows)
-
-    def finish(self) -> StepMasks:
-        assert self._filling is not None
-        filling, self._filling = self._filling, None
-        return filling.result()
 
     def fill(self, states: Sequence[tuple[int, GrammarState]]) -> StepMasks:
-        """Fill the masks and return them; runs in the calling thread."""
         assert len(states) <= self._max_rows
         rows = cast("Sequence[tuple[int, Matcher]]", states)  # the states of a filler's compiler are its matchers
         if not rows:
@@ -72,9 +50,6 @@ class MaskFiller:
                 errors.setdefault(row, "no token of the vocabulary can follow")
             bits[place] = -1
         return StepMasks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     def _at_an_end(self, bits: np.ndarray) -> list[int]:
         """Return the positions of rows that allow only end tokens. Nearly all rows allow some token in the long range

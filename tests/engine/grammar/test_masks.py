@@ -1,8 +1,6 @@
 """Masks are filled by one thread or many, into buffers that take turns."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from unittest.mock import Mock
 
 import numpy as np
@@ -28,9 +26,8 @@ def after(text: str, **outputs: object) -> Matcher:
 
 
 @pytest.fixture
-def filler() -> Iterator[MaskFiller]:
-    with contextlib.closing(MaskFiller(60)) as filler:
-        yield filler
+def filler() -> MaskFiller:
+    return MaskFiller(60)
 
 
 @pytest.mark.parametrize("pool_rows", [1, 1000])
@@ -49,8 +46,7 @@ def test_a_set_bit_is_a_token_that_may_follow(
 
 def test_the_buffer_of_the_step_before_is_left_alone(filler: MaskFiller) -> None:
     first = filler.fill([(0, after("", regex="a|b"))])
-    filler.start([(0, after("", regex="c"))])
-    second = filler.finish()
+    second = filler.fill([(0, after("", regex="c"))])
     assert allowed(first, 0) == set(b"ab") and allowed(second, 0) == set(b"c")
     assert not np.shares_memory(first.bits, second.bits)
 
