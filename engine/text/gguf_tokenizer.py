@@ -231,16 +231,11 @@ def _add_whole_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
 def _add_ends(backend: Backend, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> None:
     bos = vocabulary.token_id("bos") if add_bos else None
     eos = vocabulary.token_id("eos") if add_eos else None
-    if bos is None and eos is None:
-        return
     ends = {vocabulary.tokens[token_id]: token_id for token_id in (bos, eos) if token_id is not None}
-    before = [] if bos is None else [vocabulary.tokens[bos]]
-    after = [] if eos is None else [vocabulary.tokens[eos]]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
-        special_tokens=list(ends.items()),
-    )
+    if ends:
+        parts = [each for each in (bos, "$A", eos) if each is not None]
+        whole = [each if isinstance(each, str) else vocabulary.tokens[each] for each in parts]
+        backend.post_processor = processors.TemplateProcessing(single=whole, special_tokens=list(ends.items()))
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:

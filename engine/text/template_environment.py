@@ -6,7 +6,7 @@ in one go. Its memory is not limited: an operator who trusts a model's weights a
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -48,24 +48,11 @@ class _Generation(Extension):
 class _TickingGenerator(CodeGenerator):
     """Generates code that calls `environment.tick` at the beginning of each loop iteration and each macro call."""
 
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        self._with_tick(node, lambda: super(_TickingGenerator, self).visit_For(node, frame))
-
-    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> Any:
-        return self._with_tick(node, lambda: super(_TickingGenerator, self).macro_body(node, frame))
-
-    def _with_tick(self, node: nodes.For | nodes.Macro | nodes.CallBlock, generate: Callable[[], Any]) -> Any:
-        node.body = _Ticking(node.body)
-        return generate()
-
-    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        if isinstance(nodes, _Ticking):
-            self.writeline("environment.tick()")
-        super().blockvisit(nodes, frame)
-
-
-class _Ticking(list[nodes.Node]):
-    """The body of a loop or a macro."""
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        for repeated in [*node.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
+            repeated.body.insert(0, nodes.ExprStmt(tick))  # type: ignore[attr-defined]
+        super().visit_Template(node, frame)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
