@@ -202,7 +202,7 @@ class Kv:
             self._pool.release(pages)
         self._pool.release([page for pages in zip_longest(*kv.tables, fillvalue=0) for page in pages if page])
         self._pool.release([*kv.state, *kv.draft_state, *chain.from_iterable(kv.checkpoints.values())])
-        kv.clear()
+        request.kv = kv.without_pages()
         request.num_scheduled = 0
 
     # -- drafts --------------------------------------------------------------------------------------------

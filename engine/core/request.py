@@ -73,16 +73,9 @@ class RequestKv:
         self.num_sent[group] = min(self.num_sent[group], block)
         self.has_news = True
 
-    def clear(self) -> None:
-        """Clear all pages; the caller has released them."""
-        self.tables, self.num_outside, self.num_sent = [], [], []
-        self.num_registered = self.covered_end = 0
-        self.state, self.draft_state = [], []
-        self.sent_state, self.new_state = ([], []), ((), ())
-        self.is_state_shared = self.has_news = False
-        self.checkpoints.clear()
-        self.kept.clear()
-        self.page_keys.clear()
+    def without_pages(self) -> "RequestKv":
+        """Return what stays when all pages have been released."""
+        return RequestKv(self.root, self.skips_cache, self.keys, reuse=self.reuse)
 
     def held(self) -> Iterator[int]:
         """Yield every page as often as the request holds it."""
