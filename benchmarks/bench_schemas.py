@@ -24,7 +24,7 @@ from tests.support.fake_engine import byte_tokenizer
 
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import StructuredOutputs

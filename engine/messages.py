@@ -44,7 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     cache_salt: str | None = None
     adapter: str | None = None  # the key of a loaded adapter
     pooling: Pooled | None = None
-    grammar: str | None = None  # the answer must match it; written by engine/grammar/source.py
+    grammar: str | None = None  # the answer must match it; written by engine/grammar
     peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
     client: bytes = b""  # clients take turns in the queue; a digest

@@ -44,7 +44,7 @@ from penstock.engine.front.results import (
 )
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_files import recommended_sampling, resolve_model

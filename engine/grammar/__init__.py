@@ -1,2 +1,2 @@
-"""Constrained decoding with llguidance: the request's constraint → a grammar (source.py) → compiled once (compiler.py)
+"""Constrained decoding with llguidance: the request's constraint → a grammar (rules.py) → compiled once (compiler.py)
 → one `Matcher` per sequence (matcher.py) → the token masks of a step (masks.py). Uses neither torch nor HTTP."""

@@ -11,10 +11,14 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.grammar.library import shortened
+from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import check_depth
 
-WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
+# Compact, one space, or indented. Unbounded, a model sampled at a high temperature can write whitespace until it reaches
+# max_tokens, and its output is not valid JSON.
+WHITESPACE = r"( |\n[ \t]{0,32})?"
 # No \u: a property name written with such an escape would count as a name that the schema does not mention.
 ESCAPES = 'nrbtf\\"'
 FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
@@ -63,6 +67,16 @@ def guided_json(schema: dict[str, Any], **options: Any) -> str:
 def lark_json(schema: dict[str, Any], **options: Any) -> str:
     """Return a prepared schema as a Lark expression."""
     return f"%json {guided_json(schema, **options)}"
+
+
+def check_pattern(pattern: str, field: str) -> None:
+    """Raise InvalidRequest if llguidance cannot parse a pattern of a schema. Only compiling it shows if it is too large."""
+    from llguidance import LLMatcher
+
+    schema = prepared({"type": "string", "pattern": pattern}, field)
+    if error := LLMatcher.validate_grammar(f"start: {lark_json(schema)}"):
+        what = f"{shortened(error).rpartition('error: ')[2]}; a regular expression without look-around is allowed"
+        raise InvalidRequest(field, f"{clip(pattern)!r}: {what}")
 
 
 def _adjusted(schema: Any) -> Any:

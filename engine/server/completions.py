@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 
 from penstock.engine.front.answer import Update
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
 from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs

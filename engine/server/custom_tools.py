@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from penstock.engine.grammar.source import check_pattern
+from penstock.engine.grammar.json_schema import check_pattern
 from penstock.engine.server.tool_schema import Grammar, TextInput
 from penstock.engine.text.tools.reader import object_in
 

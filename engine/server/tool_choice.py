@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.cache.keys import RecentKeys
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.tool_calls import grammar, messages_grammar
 from penstock.engine.grammar.validator import Validator
 from penstock.engine.http.errors import clip

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.matcher import Matcher
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import StructuredOutputs

@@ -15,7 +15,7 @@ from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.library import LIMITS
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.validator import Validator
 from penstock.engine.invalid_request import InvalidRequest

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.config import SpeculativeConfig
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import GroupInfo, Sampling

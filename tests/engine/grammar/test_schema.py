@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar.json_schema import prepared
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import (
     MAX_CHOICES,

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import ExactEncoder, GrammarVocabulary, _another
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from benchmarks.export import save_tokenizer
 
-from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, SamplingParams, StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
