@@ -1,6 +1,7 @@
-"""The commands in README and docs are valid; requests to the server of the default model get an answer."""
+"""The commands in README and docs are valid; requests to the server of the default model get an answer, and examples run."""
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
@@ -16,6 +17,8 @@ from tests.docs.test_pages import BLOCK, KNOWN, PAGES, ROOT
 from tests.support.default_file import default_file
 from tests.support.programs import Command
 from tests.support.serve_options import check_serve
+from tests.support.small_models import SIZES, random_model
+from tests.support.text_samples import byte_level
 
 PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
@@ -117,3 +120,17 @@ def test_the_client_of_the_readme_gets_an_answer(url: str, capsys: pytest.Captur
     code = next(code for _, code in BLOCK.findall((ROOT / "README.md").read_text()) if "OpenAI(" in code)
     exec(compile(code.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward_of_a_small_model(tmp_path: Path) -> None:
+    """It draws from 420 tokens at random at first, and vowels alone at last."""
+    random_model("LlamaConfig", {**SIZES, "vocab_size": 420}).save_pretrained(tmp_path)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "docs/examples/grpo.py")
+    assert spec is not None and spec.loader is not None
+    grpo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grpo)
+    rewards = grpo.train(str(tmp_path), steps=9, rate=1e-2)
+    assert len(rewards) == 10
+    assert min(rewards[-2:]) > 2 * rewards[0]

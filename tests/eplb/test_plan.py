@@ -1,8 +1,9 @@
 """Plans from scratch: against the published algorithm, brute force, and the properties that every plan has. Changes of a
-plan in use: as little as will do, never for the worse, never more than allowed."""
+plan in use: as little as will do, never for the worse, never more than allowed. What cannot be used is refused by name."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from benchmarks.eplb_workloads import plan_by_definition, replicate
 from numpy.typing import NDArray
 
+from penstock import eplb
 from penstock.eplb import Plan, balance, bound, plan, replan
-from penstock.eplb.maps import max_copies
+from penstock.eplb.load import MAX_SLOTS
+from penstock.eplb.maps import WHOLE, max_copies
 from penstock.eplb.planner import copies
 from penstock.eplb.replanner import overlay
 from tests.support.loads import SHAPES, Shape, awkward, drifted, num_repeats, skewed
 from tests.support.programs import printed
+from tests.support.refusals import table
 
 KINDS = ["zipf", "logn1", "logn0.5"]
 DEPLOYMENTS = [Shape(26, 64, 72, 8), Shape(6, 64, 64, 8), Shape(8, 256, 288, 32), Shape(8, 256, 320, 64)]
@@ -191,3 +195,15 @@ def test_ranks_and_slots_in_another_order_are_no_moves() -> None:
     mixed = rng.permuted(old.reshape(5, 8, 9)[:, rng.permutation(8)], axis=2).reshape(5, 72)
     assert (mixed != old).any()
     assert (overlay(mixed, old, 8) == old).all()
+
+
+LOAD, PLACEMENT = np.ones((1, 4)), [[0, 1, 2, 3, 0, 1]]
+NAMES = {name: getattr(eplb, name) for name in eplb.__all__} | {"LOAD": LOAD, "PLACEMENT": PLACEMENT}
+NAMES |= {"OLD": eplb.plan(np.ones((3, 16)), 24, 4), "MAX_SLOTS": MAX_SLOTS, "WHOLE": WHOLE}
+
+
+@pytest.mark.parametrize(("call", "words"), table(__file__, "calls", np=np, partial=partial, **NAMES))
+def test_arguments_that_cannot_be_used_are_refused(call: Callable[[], object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        call()
+    assert [word for word in words if word not in str(refusal.value)] == [], refusal.value

@@ -1,5 +1,8 @@
-"""Files of weights: a checkpoint that loads is whole and as expected; the error of any other says what is wrong with it."""
+"""Files of weights: a checkpoint that loads is whole and as expected; the error of any other says what is wrong with it, by
+field, tensor, key or option (tests/support/refused.json).
+"""
 
+import json
 import socket
 import struct
 from pathlib import Path
@@ -15,7 +18,9 @@ from penstock.executor.models.load import choose_dtype
 from penstock.executor.protocol import ModelInfo
 from penstock.executor.regular_files import open_regular
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support import gguf_files
 from tests.support.checkpoints import (
+    REFUSED,
     WEIGHTS,
     config_of,
     copied,
@@ -24,11 +29,13 @@ from tests.support.checkpoints import (
     executor_of,
     has_words,
     refusal,
+    tensor_of,
 )
 from tests.support.driver import Driver
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
-from tests.support.small_models import reference
+from tests.support.small_models import folder, reference
+from tests.support.stored_models import stored
 
 
 @pytest.fixture
@@ -100,13 +107,13 @@ def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_tensors_decide_the_dtype_that_a_config_lacks(model: Path, named: str | None, stored: torch.dtype) -> None:
-    tensors = {name: tensor.to(stored) for name, tensor in load_file(model / WEIGHTS).items()}
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tensors_decide_the_dtype_that_a_config_lacks(model: Path, named: str | None, saved: torch.dtype) -> None:
+    tensors = {name: tensor.to(saved) for name, tensor in load_file(model / WEIGHTS).items()}
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()  # most numbers decide, not all
     edit_weights(model, tensors)
     edit_config(model, dtype=named)
-    is_float32 = stored is torch.float32 and named != "bfloat16"
+    is_float32 = saved is torch.float32 and named != "bfloat16"
     expected = torch.float32 if is_float32 else choose_dtype("auto", "bfloat16", torch.device("cpu"))
     assert load(model).dtype == str(expected).removeprefix("torch.")
 
@@ -180,3 +187,37 @@ def test_the_longest_request_and_the_pool_follow_from_the_model_and_the_memory(m
     info = load(model, kv_cache_bytes=None, max_num_seqs=3)  # no more than all requests need
     assert info.num_blocks == 3 * 256 // 8 + 1
     assert info.memory["KV cache"] == info.num_blocks * info.block_bytes
+
+
+UP = "model.layers.0.mlp.up_proj"
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}}
+ROWS = [(section, *row) for section in ("configs", "tensors", "gguf") for row in REFUSED[section]]
+
+
+@pytest.mark.parametrize(("section", "name", "changes", "words"), ROWS)
+def test_a_checkpoint_that_is_not_computed_is_refused_by_field_tensor_or_key(
+    section: str, name: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / ("model.gguf" if section == "gguf" else "model")
+    if section == "gguf":
+        gguf_files.written(name, path, **changes)
+    else:
+        copied(stored(name)[0], path)
+    if section == "tensors":
+        edit_weights(path, {tensor.replace("UP", UP): tensor_of(given) for tensor, given in changes.items()})
+    elif section == "configs":
+        if changes.get("quantization_config"):  # the row has the entries that differ
+            old = json.loads((path / "config.json").read_text()).get("quantization_config", {})
+            changes = {"quantization_config": old | changes["quantization_config"]}
+        edit_config(path, **changes)
+    message = refusal(path)
+    assert has_words(message, words.replace("UP", UP).replace("PATH", str(path))), message
+    assert len(message) < 400 or "architectures" in changes or section == "gguf", message
+
+
+@pytest.mark.parametrize(("case", "options", "words"), table(__file__, "options", YARN=YARN))
+def test_options_that_a_model_or_the_machine_cannot_meet_are_refused(
+    case: str, options: dict[str, Any], words: str
+) -> None:
+    message = refusal(folder(case), **options)
+    assert has_words(message, words), message

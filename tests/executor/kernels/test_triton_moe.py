@@ -1,4 +1,5 @@
-"""The experts in Triton: tiles, products in eight bits, and models that compute their experts in one call."""
+"""The experts in Triton: tiles, products in eight bits, and models that compute their experts in one call. The router's choice of
+experts where logits tie or are NaN, and the order of its entries, against a stable sort."""
 
 import math
 from typing import Any
@@ -9,16 +10,19 @@ from benchmarks.gpu import cases as calls
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels.cuda import expert_products as moe
-from penstock.executor.kernels.cuda import tiles
+from penstock.executor.kernels.cuda import routing, tiles
+from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver
-from tests.support.kernel_cases import TOLERANCE, check, matrix, triton_kernels
+from tests.support.kernel_cases import TOLERANCE, check, close, matrix, triton_kernels
 from tests.support.refusals import cases
 from tests.support.twins import changed, torch_ops
 from tests.support.twins.experts import fused_experts
 
 CPU = torch.device("cpu")
+QWEN3 = MoeSpec(128, 8, 768, renormalize=True)
+V2 = MoeSpec(160, 6, 1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3)
 TILES = [(70, (3, 2, 32, 32), calls.plain, rows) for rows in (16, 64, 128)]
 
 
@@ -89,3 +93,40 @@ def test_mxfp4_experts_take_few_steps(monkeypatch: pytest.MonkeyPatch, tokens: i
     layer.call(triton_kernels(CPU))
     products = [(each["SPEC"], math.prod(each["grid"]), each["ROWS"]) for each in noted if "SPEC" in each]
     assert [(-(-spec.depth // (spec.step * spec.splits)), *rest) for spec, *rest in products] == expected
+
+
+def test_of_equal_experts_the_first_is_chosen(device: torch.device) -> None:
+    ids, shares = routing.choose_experts(torch.zeros(2, 128, device=device), None, QWEN3)
+    assert ids.dtype is torch.int32 and ids.tolist() == [list(range(8))] * 2
+    close(shares, torch.full((2, 8), 1 / 8))
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_there_are(device: torch.device) -> None:
+    logits = torch.full((3, 160), torch.nan, device=device)
+    ids, _ = routing.choose_experts(logits, None, V2)
+    assert ((ids >= 0) & (ids < 160)).all()
+
+
+@matrix(
+    "entries, first, num_slots", (0, 1, 32, 33, 200), (0, 5), (7, 20), hardest=[(0, 0, 20), (33, 0, 20), (200, 5, 7)]
+)
+def test_entries_lie_by_slot_and_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, entries: int, first: int, num_slots: int
+) -> None:
+    """In one chunk of 32, and in several; in four parts of a chunk; in more tiles than a program compares at once."""
+    monkeypatch.setattr(routing, "CHUNK_ENTRIES", 32)
+    monkeypatch.setattr(routing, "CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(routing, "PAIRS", 8 * 32)
+    slots = torch.randint(20, (entries, 1), generator=torch.Generator().manual_seed(entries))
+    slots[: entries // 3] = 6  # a favourite
+    for dtype in (torch.int32, torch.int64):
+        sorted_by = routing.sort_entries(slots.to(device, dtype), num_slots, first, 16)
+        expected = [
+            (slot - first, part.tolist())
+            for slot in range(first, first + num_slots)
+            for part in (slots[:, 0] == slot).nonzero()[:, 0].split(16)
+            if len(part)
+        ]
+        ids, tiles = sorted_by.ids.view(-1, 16).tolist(), sorted_by.tiles.tolist()
+        assert [(slot, own[:rows]) for (slot, rows), own in zip(tiles, ids, strict=True) if rows] == expected
+        assert all(rows == 0 for _, rows in tiles[len(expected) :])

@@ -1,0 +1,224 @@
+"""Products in Triton: of few rows, with packed codes of which programs share the depth, and in eight bits, against their twins; and
+the twins against the numbers and the products that they stand for."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks.gpu.cases import Kit, blocks, packed
+
+from penstock.executor.kernels import Fp8Rows, NormedRows, Ops
+from penstock.executor.kernels.cuda import few_rows, linear_products, tiles
+from penstock.executor.kernels.cuda import rows as row_kernels
+from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
+from penstock.executor.kernels.linear import Linear
+from penstock.executor.kernels.stored_formats import Groups, as_groups, group_of, half_of
+from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight
+from tests.support import cards
+from tests.support.coded import FILE_TYPES, coded
+from tests.support.kernel_cases import close, every_dtype, matrix
+from tests.support.paged import random
+from tests.support.refusals import cases
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins import grouped as twin
+from tests.support.twins import torch_ops
+from tests.support.twins.eight_bits import quantize, widen_rows
+
+CPU = torch.device("cpu")
+Kind = tuple[int, int, str | None]  # bits (0: floats of eight bits), group, what is below
+KINDS = cases(__file__, "kinds of packed weights")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ops", [OPS, InvariantOps(None)], ids=["any order", "fixed order"])
+def test_a_product_of_16_bits_rounds_only_its_float32_sums(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
+    bias = random(40, seed=2).to(device)
+    for rows in (1, few_rows.MAX_ROWS + 1):
+        x, weight = (random(count, 300, dtype=dtype, seed=count).to(device) for count in (rows, 40))
+        assert ops.wide_linear is not None
+        actual, expected = ops.wide_linear(x, weight, bias), x.double() @ weight.double().t() + bias
+        assert actual.dtype is torch.float32 and (actual - expected).abs().max() < 1e-3
+
+
+def test_rows_and_weights_that_begin_anywhere_are_multiplied_as_well(device: torch.device) -> None:
+    wide, weights = random(1, 65).to(device), random(9, 64, seed=1).to(device)
+    for x, weight in ((wide[:, 1:], weights[1:]), (wide[:, :64], weights.t()[:, :5].t()), (wide[:, :64], weights)):
+        close(OPS.linear(x, plain_weight(weight)), torch_ops.linear(x, plain_weight(weight)))
+
+
+def test_large_float16_residuals_do_not_overflow_in_products_of_few_rows(device: torch.device) -> None:
+    update, residual = (torch.full((1, 64), value, dtype=torch.float16, device=device) for value in (0.0, 3e4))
+    norm = torch.full((64,), 2.5, device=device)
+    weight = torch.full((8, 64), 1 / 64, dtype=torch.float16, device=device)
+    given = NormedRows(update, residual, torch.empty_like(residual), norm, 1e-5)
+    close(OPS.linear(given, plain_weight(weight)), torch.full((1, 8), 2.5, dtype=torch.float16, device=device))
+
+
+def grouped(rows: int, columns: int, kind: Kind, seed: int = 0) -> Weight:
+    bits, group, below = kind
+    made = torch.Generator().manual_seed(seed)
+    groups = columns // group
+    if bits:
+        codes = torch.randint(1 << bits, (rows, columns), generator=made, dtype=torch.uint8)
+    else:
+        codes = random(rows, columns, seed=seed).to(torch.float8_e4m3fn)
+    scales = (torch.rand(rows, groups, generator=made) + 0.5).half() / (bits + 1)
+    under = None
+    if below == "zeros":
+        under = torch.randint(1 << bits, (rows, groups), generator=made, dtype=torch.uint8)
+    elif below == "minima":
+        under = torch.randn(rows, groups, generator=made).half()
+    return Weight(Groups(bits or 8), codes, scales, under, "a weight")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
+    parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
+    expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
+    joined = pack_for_gpu(parts, CPU)
+    assert torch.equal(twin.widen(joined), expected)
+    assert joined.shape == (64, 384)
+    rows = torch.tensor([3, 63, 3])
+    assert torch.equal(Linear([joined], None, torch_ops).rows(rows, torch.float32), expected[rows])
+
+
+@every_dtype
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_depth_may_be_cut(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int, dtype: torch.dtype
+) -> None:
+    """There are three steps, so the last of four parts has none. Rows and bias lie in wider tensors."""
+    monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
+    kit = Kit(device, dtype)
+    weight = packed(kit, 64, 384, group=64, below=torch.uint8)
+    x, bias = kit.random(3, 400)[:, :384], kit.random(65)[1:]
+    expected = x.double() @ twin.widen(weight).to(dtype).double().t() + bias.double()
+    close(linear_products.linear(x, weight, bias), expected)
+
+
+def test_half_a_step_fits_the_depth_and_the_groups() -> None:
+    def half(bits: int, columns: int, group: int) -> int | None:
+        return half_of(Weight(Groups(bits), torch.zeros(1, columns), torch.zeros(1, columns // group)))
+
+    given = {(4, 4096, 128): 64, (4, 576, 32): 32, (8, 576, 32): 64, (4, 96, 96): 16, (8, 48, 48): 16}
+    assert {case: half(*case) for case in given} == given
+    assert half(4, 48, 48) is None and half(8, 40, 40) is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "MXFP4"])
+def test_gguf_types_become_groups(kind: str) -> None:
+    """Products of two scales, in 16 bits, are off by no more than 1 in 4,096."""
+    weight, values = coded(np.random.default_rng(1), (30, 512), kind)
+    part = as_groups(weight)
+    assert half_of(part) is not None and part.scales is not None and isinstance(part.format, Groups)
+    made = part.dequantize(CPU, torch.float32).double()
+    if "_K" not in kind and kind not in ("Q4_1", "Q5_1", "IQ4_XS"):
+        assert torch.equal(made, values)
+    else:
+        least = part.scales.double().abs().repeat_interleave(group_of(part), 1)
+        largest = {"Q4_K": 15, "Q4_1": 15, "IQ4_XS": 128}.get(kind, 32)  # of a code, less that of zero
+        bound = (least * largest) / 2048 + 2e-6
+        if part.zeros is not None:
+            bound += part.zeros.double().abs().repeat_interleave(group_of(part), 1) / 2048
+        assert ((made - values).abs() <= bound).all()
+
+
+@every_dtype
+def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    x, residual = random(3, 384, dtype=dtype).to(device), random(3, 384, dtype=dtype, seed=1).to(device)
+    x[1, :128] = 0
+    weight = random(384, seed=2).to(device)
+    actual, total = row_kernels.add_rms_norm_quantize(x, residual, weight, 1e-5)
+    expected, expected_total = eight_bits_twin.add_rms_norm_quantize(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    pairs = [(actual, expected), (row_kernels.quantize(x), quantize(x))]
+    gate_up = random(3, 512, dtype=dtype, seed=4).to(device)
+    pairs.append((row_kernels.silu_mul_quantize(gate_up), eight_bits_twin.silu_mul_quantize(gate_up)))
+    for (values, scales), (twin_values, twin_scales) in pairs:
+        assert scales.stride() == twin_scales.stride() == (1, 4)
+        torch.testing.assert_close(scales, twin_scales, rtol=2e-2 if dtype is torch.bfloat16 else 2e-3, atol=0)
+        # Where a quotient lies between two numbers of eight bits, the next one may be taken.
+        torch.testing.assert_close(values.float(), twin_values.float(), rtol=0.13, atol=2**-9)
+        assert (values.float() != twin_values.float()).float().mean() < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter, for the whole row behind a norm
+def test_a_nan_stays_one_in_eight_bits(device: torch.device) -> None:
+    """Plain minima and maxima of a GPU drop NaN, which would become -448."""
+    x, weight = random(2, 512, dtype=torch.bfloat16).to(device), torch.ones(512, device=device)
+    x[1, 130] = torch.nan
+    for quantized in (
+        row_kernels.quantize(x),
+        row_kernels.add_rms_norm_quantize(x, x, weight, 1e-5)[0],
+        row_kernels.silu_mul_quantize(x),
+    ):
+        wide = widen_rows(quantized)
+        assert wide[1, 130].isnan() and wide[0].isfinite().all()
+
+
+@matrix("rows, splits", (1, 20, 70), (1, 4), hardest=[(1, 4), (20, 4), (70, 1)])
+def test_the_product_equals_the_twin(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, splits: int
+) -> None:
+    """The depth has three blocks, so the last of four parts has none."""
+    monkeypatch.setattr(linear_products, "depth_splits", lambda *_: splits)
+    weight = blocks(Kit(device, torch.float32), 200, 384)
+    x = Fp8Rows(quantize(random(rows, 384).to(device)), torch.float32)
+    actual, expected = linear_products.linear(x, weight), torch_ops.linear(x, weight)
+    if device.type == "cpu":
+        close(actual, expected)
+    else:  # Hopper's tensor cores add products of eight bits in fewer than 24 bits
+        assert (actual - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
+    splits = dict(cases(__file__, "depth splits"))
+    assert {case: tiles.depth_splits(*case) for case in splits} == splits
+
+
+def test_cublas_gets_many_tokens_and_whole_blocks_where_it_has_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {(64, 512): False, (65, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
+    assert {case: linear_products.is_cublas(*case) for case in counts} == counts
+    for card in (cards.L40S, cards.B200, cards.RTX_PRO):
+        monkeypatch.setattr(linear_products, "current_card", lambda card=card: card)
+        assert not linear_products.is_cublas(512, 512)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(65, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
+def test_many_tokens_take_cublas(monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
+    assert linear_products.is_cublas(rows, 256)
+    weight, x = blocks(Kit(device, torch.float32), 256, depth), quantize(random(rows, depth).bfloat16().to(device))
+    assert weight.scales is not None
+    if device.type == "cpu":
+        actual = linear_products.scaled_mm(x, weight.codes, weight.scales, torch.bfloat16)
+    else:
+        actual = linear_products.linear(Fp8Rows(x, torch.bfloat16), weight)
+    assert actual.shape == (rows, 256)
+    close(actual, torch_ops.linear(Fp8Rows(x, torch.float32), weight), torch.bfloat16)
+
+
+def strict_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_recipe: F.ScalingType,
+    b_scales: torch.Tensor,
+    b_recipe: F.ScalingType,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Check what torch checks and cuBLASLt documents of these scales; multiply as it reads them, by their strides."""
+    assert (a_recipe, b_recipe) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    (rows, depth), (_, width) = a.shape, b.shape
+    groups, padded = -(-depth // 128), -(-depth // 512) * 4
+    assert a.stride() == (depth, 1) and b.stride() == (1, depth) and depth % 16 == width % 16 == 0
+    assert a_scales.shape == (rows, groups) and b_scales.shape == (padded, -(-width // 128))
+    assert a_scales.stride(0) == b_scales.stride(0) == 1
+    assert a_scales.stride(1) == rows and b_scales.stride(1) == padded
+    assert rows % 4 == 0, "a column of scales begins at 16 bytes"
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, a_scales, b_scales))
+    wide = a.float().unflatten(1, (-1, 128)) * a_scales[..., None]
+    by_column = b_scales[:groups].repeat_interleave(128, 1)[:, :width]  # [groups, width]
+    products = torch.einsum("tgk,gkn->tgn", wide, b.float().unflatten(0, (-1, 128)))
+    return (products * by_column).sum(1).to(output_dtype)
