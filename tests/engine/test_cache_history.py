@@ -1,5 +1,6 @@
 """Why a prompt was not found in the cache: one case per reason, and what every request reports."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -7,11 +8,10 @@ import pytest
 
 from penstock.engine.core.cache_history import MAX_FOLLOWERS
 from penstock.engine.messages import Reuse
-from penstock.executor.protocol import GroupInfo, Sampling
 from tests.engine.test_groups import forget
-from tests.support.flaky_store import FlakyStore
+from tests.support import simulation
 from tests.support.refusals import cases
-from tests.support.simulation import BLOCK_SIZE, World, submit
+from tests.support.simulation import World, submit
 
 PROMPT = list(range(20))  # five blocks
 
@@ -68,13 +68,6 @@ def test_blocks_evicted_from_the_host_say_so_and_those_found_there_are_counted()
     assert reuse(world, "c").evicted_from == "host"
 
 
-def test_after_a_reset_blocks_are_gone_without_a_time() -> None:
-    world = World()
-    reuse(world, "a")
-    assert world.scheduler.reset_prefix_cache()
-    assert reuse(world, "b") == Reuse({"device": 0}, "evicted")
-
-
 def test_another_salt_or_adapter_or_other_weights_are_the_reason() -> None:
     world = World()
     reuse(world, "a")
@@ -85,30 +78,23 @@ def test_another_salt_or_adapter_or_other_weights_are_the_reason() -> None:
     assert reuse(world, "e", cache_salt="s", adapter="x").reason == "weights_changed"
 
 
-def test_blocks_that_are_read_too_late_have_timed_out() -> None:
-    world = World(num_blocks=17, num_host_blocks=20, store=FlakyStore())
-    reuse(world, "a")
+def stall(world: World) -> None:
+    """Let the blocks be on the disk alone, which does not answer."""
     world.churn()
     world.disk.is_stalled = True
-    assert reuse(world, "late") == Reuse({"device": 0}, "tier_timeout")
 
 
-def test_a_state_has_no_checkpoint_where_prompts_diverge() -> None:
-    world = World(groups=(GroupInfo(), GroupInfo("state", pages=3)), num_blocks=200)
-    reuse(world, "a", list(range(40)))
-    assert reuse(world, "b", [*range(22), 99, 98, 97]).reason == "no_checkpoint"
+NAMES = {**vars(simulation), "PROMPT": PROMPT, "Reuse": Reuse, "forget": forget, "stall": stall}
 
 
-def test_the_blocks_of_a_window_have_been_evicted() -> None:
-    world = World(groups=(GroupInfo(), GroupInfo("window", 2 * BLOCK_SIZE + 1)), num_blocks=60)
-    prompt = list(range(33))
-    reuse(world, "a", prompt)
-    forget(world, prompt, [6], group=1)
-    assert reuse(world, "b", prompt).reason == "evicted"
-
-
-def test_the_cache_is_disabled_for_a_request_that_computes_its_whole_prompt() -> None:
-    world = World()
-    reuse(world, "a")
-    found = reuse(world, "b", sampling=Sampling(temperature=0.0, prompt_logprobs=1))
-    assert found == Reuse({"device": 0}, "cache_disabled")
+@pytest.mark.parametrize(
+    ("expected", "options", "first", "change", "second", "fields"), cases(__file__, "reasons for a miss", **NAMES)
+)
+def test_each_kind_of_miss_has_its_reason(
+    expected: Reuse, options: Any, first: list[int], change: Callable[[World], object], second: list[int], fields: Any
+) -> None:
+    """A prompt is computed, something changes, and a second prompt does not find all of it."""
+    world = World(**options)
+    reuse(world, "first", first)
+    change(world)
+    assert reuse(world, "second", second, **fields) == expected

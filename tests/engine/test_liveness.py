@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from penstock.engine.front.liveness import RUNAWAY_S, SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
+from penstock.engine.front import liveness
+from penstock.engine.front.liveness import SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
 from tests.support.programs import EndlessProgram, Program
+from tests.support.refusals import cases
 from tests.support.running_server import until
 
 
@@ -32,27 +34,17 @@ class Rig:
 SLEEPING = ProcessLook("S", False, 0.0)
 
 
-@pytest.mark.parametrize("look", [None, *(SLEEPING._replace(state=state) for state in "TtZX")])
-def test_a_stopped_or_dead_core_is_lost_as_soon_as_it_is_silent(look: ProcessLook | None) -> None:
+@pytest.mark.parametrize(
+    ("look", "cpu_share", "verdicts"), cases(__file__, "silences", SLEEPING=SLEEPING, **vars(liveness))
+)
+def test_a_silent_core_is_lost_when_it_cannot_go_on_and_starved_until_a_limit_where_it_can(
+    look: ProcessLook | None, cpu_share: float, verdicts: list[tuple[float, str]]
+) -> None:
     rig = Rig(look)
-    assert rig.run(SILENCE_S) == "heard" and rig.run(1.0) == "lost"
-
-
-def test_a_core_that_is_runnable_or_uses_cpu_is_starved_until_a_far_limit() -> None:
-    for look, share in ((SLEEPING._replace(is_runnable=True), 0.0), (SLEEPING, 0.1)):
-        rig = Rig(look)
-        rig.cpu_share = share
-        assert rig.run(SILENCE_S + 1.0) == "starved" and "too little CPU" in rig.liveness.reason
-        assert rig.run(RUNAWAY_S - SILENCE_S - 2.0) == "starved"
-        assert rig.run(2.0) == "lost"
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01])
-def test_a_core_that_hangs_without_progress_is_lost_after_a_while(share: float) -> None:
-    """A thread that waits for the interpreter's lock uses a little CPU."""
-    rig = Rig(SLEEPING)
-    rig.cpu_share = share
-    assert rig.run(SILENCE_S + STUCK_S - 1.0) == "starved" and rig.run(3.0) == "lost"
+    rig.cpu_share = cpu_share
+    for seconds, verdict in verdicts:
+        assert rig.run(seconds) == verdict
+        assert verdict != "starved" or "too little CPU" in rig.liveness.reason
 
 
 def test_a_message_ends_the_silence() -> None:

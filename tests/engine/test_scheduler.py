@@ -2,37 +2,31 @@
 
 import pytest
 
+from penstock.engine.messages import Submit
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, Step
+from tests.support.refusals import cases
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
 
-def rows(step: Step) -> list[tuple[int, int, int, bool]]:
-    return [(row.slot, row.start, row.count, row.sample) for row in step.rows]
+def rows(step: Step | None) -> list[tuple[int, int, int, bool]]:
+    return [(row.slot, row.start, row.count, row.sample) for row in (step.rows if step else ())]
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
-    world = World(max_num_batched_tokens=10)
-    world.submit(submit("a", list(range(24))))
-    steps = [world.plan() for _ in range(3)]
-    assert [rows(step) for step in steps] == [[(0, 0, 10, False)], [(0, 10, 10, False)], [(0, 20, 4, True)]]
-
-
-def test_running_requests_come_before_waiting_ones_and_share_one_budget() -> None:
-    world = World(max_num_batched_tokens=10, max_in_flight=1)
-    world.submit(submit("a", [1, 2, 3]))
-    world.step()
-    world.submit(submit("b", list(range(20))))
-    step = world.plan()
-    assert rows(step) == [(0, 3, 1, True), (1, 0, 9, False)]
-
-
-def test_the_next_step_is_planned_before_the_result_of_the_last_is_known() -> None:
-    world = World(max_in_flight=2)
-    world.submit(submit("a", [1, 2, 3], max_tokens=3))
-    assert rows(world.plan()) == [(0, 0, 3, True)]
-    assert rows(world.plan()) == [(0, 3, 1, True)]
-    assert rows(world.plan()) == [(0, 4, 1, True)]
-    assert world.scheduler.schedule() is None, "max_tokens is known ahead: nothing is computed in vain"
+@pytest.mark.parametrize(
+    ("options", "actions", "planned"), cases(__file__, "plans", BLOCK_SIZE=BLOCK_SIZE, submit=submit)
+)
+def test_steps_are_planned_by_these_rules(
+    options: dict[str, int], actions: list[Submit | str], planned: list[list[tuple[int, int, int, bool]]]
+) -> None:
+    world, steps = World(**options), []  # type: ignore[arg-type]
+    for action in actions:
+        if isinstance(action, Submit):
+            world.submit(action)
+        elif action == "step":
+            world.step()
+        else:
+            steps.append(rows(world.scheduler.schedule()))
+    assert steps == planned
 
 
 def test_a_full_hit_computes_the_last_token_and_does_not_write_it_again() -> None:
@@ -46,15 +40,6 @@ def test_a_full_hit_computes_the_last_token_and_does_not_write_it_again() -> Non
     world.run()
     assert world.num_cached("b") == 7
     assert world.tokens("a") == world.tokens("b")
-
-
-def test_requests_of_one_step_share_the_prompt_that_the_first_of_them_computes() -> None:
-    world = World(max_num_batched_tokens=40, max_in_flight=1)
-    prompt = list(range(2 * BLOCK_SIZE + 1))
-    for name in "abc":
-        world.submit(submit(name, prompt))
-    step = world.plan()
-    assert [(row.start, row.count) for row in step.rows] == [(0, 9), (8, 1), (8, 1)]
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
