@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,16 +173,13 @@ def complaints(check: Callable[[Module], list[str]]) -> dict[str, list[str]]:
     return {path: report for path, report in reports.items() if report}
 
 
-def test_modules_import_only_the_rooms_that_theirs_may() -> None:
-    assert complaints(wrong_imports) == {}
+@pytest.mark.parametrize("check", [wrong_imports, upward_imports, wrong_leaves, attrgetter("banned")])
+def test_modules_import_what_theirs_may_and_evaluate_and_unpickle_nothing(check: Callable[[Module], list[str]]) -> None:
+    """They import other rooms, no higher part of their own, and leaves as tests/layers.toml says."""
+    assert complaints(check) == {}
 
 
-def test_modules_import_no_higher_part_of_their_room() -> None:
-    assert complaints(upward_imports) == {}
-
-
-def test_leaves_are_imported_only_by_the_modules_that_may() -> None:
-    assert complaints(wrong_leaves) == {}
+def test_leaves_exist_and_are_not_imported_by_any_module() -> None:
     assert wrong_leaves(Module("engine.core.kv", ["penstock.prove.judge"], [])) != []
     paths = [ROOT / leaf.replace(".", "/") for leaf in LEAVES]
     assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").is_file())] == []
@@ -190,10 +188,6 @@ def test_leaves_are_imported_only_by_the_modules_that_may() -> None:
 @pytest.mark.parametrize("room", ["cache", "executor", "router", "eplb", "prove"])
 def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
     assert circle(room) == []
-
-
-def test_modules_evaluate_and_unpickle_nothing() -> None:
-    assert complaints(lambda module: module.banned) == {}
 
 
 def test_modules_import_no_package_that_pyproject_does_not_name() -> None:

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 from penstock import LoRARequest, SamplingParams
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.executor.protocol import AdapterError, ExecutorConfig
-from tests.support.oracle import OracleExecutor, content_folder
+from penstock.executor.protocol import AdapterError
+from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_llm
 from tests.support.simulation import CoreRig, alone, submit
 
@@ -138,10 +136,8 @@ def test_a_request_that_waits_too_long_for_a_place_lets_nobody_pass(tmp_path: Pa
 
 
 def test_without_enable_lora_adapters_are_refused(tmp_path: Path) -> None:
-    config = EngineConfig(executor=ExecutorConfig(), scheduler=SchedulerConfig())
-    core = EngineCore(config, OracleExecutor(config.executor))
     with pytest.raises(AdapterError, match="enable_lora: not given"):
-        core.load_adapter(content_folder(tmp_path, "a"))
+        CoreRig().core.load_adapter(content_folder(tmp_path, "a"))
 
 
 def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_path: Path) -> None:

@@ -123,12 +123,3 @@ def test_the_offline_api_updates_sleeps_and_names_the_versions(folder: Path, tmp
         llm.update_weights(path)
         llm.wake_up(["kv_cache"])
         assert answer(llm) == (second[0], [2] * 8)
-
-
-def test_an_llm_whose_sleep_is_refused_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with oracle_llm(folder) as llm:
-        monkeypatch.setattr(OracleExecutor, "sleep", Mock(side_effect=WeightsError("enable_lora: given")))
-        with pytest.raises(WeightsError, match="enable_lora"):
-            llm.sleep()
-        assert not llm._running().pauses.is_paused
-        assert llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished

@@ -143,14 +143,6 @@ def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits(mo
     assert tiers.index.counts["loads_disk"] > 0 and tiers.rates.loads["disk"].seconds(1) < before
 
 
-def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:
-    rates = Rates(block_bytes=2**20, block_size=16, stores=["disk"])
-    rates.loads["disk"].add(blocks_per_s, 1.0)
-    rates.copies.add(copies_per_s, 1.0)
-    rates.prefill.add(tokens_per_s, 1.0)
-    return rates
-
-
 def test_large_samples_weigh_more_than_small_ones() -> None:
     small, large = Rate(100), Rate(100)
     for rate, amount in ((small, 1), (large, 100)):
@@ -159,20 +151,16 @@ def test_large_samples_weigh_more_than_small_ones() -> None:
     assert small.per_s is not None and 98 < small.per_s < 100 and large.per_s == 75
 
 
-def test_nothing_known_means_that_loading_is_tried_and_waited_for() -> None:
-    rates = Rates(2**20, 16, ["disk"])
-    assert rates.is_load_faster({"disk": 1000}, 1, 0)
-    assert rates.patience_s({"disk": 10}, 10) == UNKNOWN_PATIENCE_S
-
-
-def test_a_load_must_be_faster_with_all_that_is_queued_before_it() -> None:
-    rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
+def test_a_load_is_tried_at_first_and_must_then_be_faster_with_all_that_is_queued_before_it() -> None:
+    """Patience ends when computing would be done."""
+    unknown, rates = Rates(2**20, 16, ["disk"]), Rates(2**20, 16, ["disk"])
+    assert unknown.is_load_faster({"disk": 1000}, 1, 0)
+    assert unknown.patience_s({"disk": 10}, 10) == UNKNOWN_PATIENCE_S
+    rates.loads["disk"].add(1000, 1.0)
+    rates.copies.add(1e9, 1.0)
+    rates.prefill.add(16 * 100, 1.0)
     assert rates.is_load_faster({"disk": 50}, num_gained=10, num_host=0)
     assert not rates.is_load_faster({"disk": 150}, num_gained=10, num_host=0)
-
-
-def test_patience_ends_when_computing_would_be_done() -> None:
-    rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
     assert rates.patience_s({"disk": 10}, 1000) == pytest.approx(0.03)
     assert rates.patience_s({"disk": 1000}, 10) == pytest.approx(0.1)
     assert rates.patience_s({"disk": 1}, 1) == MIN_PATIENCE_S

@@ -8,16 +8,16 @@ import sys
 import venv
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 from benchmarks.export import write_folder
-from safetensors.numpy import save_file
 
 from penstock.cli import main
 from penstock.engine.model_files import resolve_model
 from penstock.executor.gguf_header import GgufHeader
 from penstock.prove.own.faults import FAULTS
 from penstock.prove.own.server import WORLDS
+from tests.support import adapters
 from tests.support.default_file import needs_model
 from tests.support.reference_server import DEFECTS, ReferenceServer
 from tests.support.router_fleet import mock_replicas
@@ -29,16 +29,9 @@ def write_adapter(folder: Path) -> None:
     metadata = GgufHeader(resolve_model().path).metadata
     name = metadata["general.architecture"]
     width, num_layers = metadata[f"{name}.embedding_length"], metadata[f"{name}.block_count"]
-    generator, rank, tensors = np.random.default_rng(0), 2, {}
-    for layer in range(num_layers):
-        module = f"model.layers.{layer}.self_attn.o_proj"
-        for matrix, shape in (("A", (rank, width)), ("B", (width, rank))):
-            values = generator.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
-            tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = values
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1.0, "target_modules": ["o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(num_layers)]
+    factors = {name: (torch.randn(2, width) * width**-0.5, torch.randn(width, 2) * 2**-0.5) for name in modules}
+    adapters.write(folder, factors, rank=2, alpha=1.0)
 
 
 @pytest.mark.slow

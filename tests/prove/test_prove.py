@@ -169,18 +169,9 @@ def test_a_run_that_is_ended_early_reports_what_it_has_found(number: signal.Sign
 
     async def inside() -> tuple[int | None, list[str]]:
         async with Stuck("chunk-lost") as url, asyncio.timeout(90):
-            words = [
-                "prove",
-                url,
-                "--case",
-                "stream-equals-whole",
-                "--case",
-                "tool-arguments",
-                "--log",
-                f"{tmp_path}/log",
-            ]
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(*own_server.PENSTOCK, *words, stdout=pipe)
+            words = ["--case", "stream-equals-whole", "--case", "tool-arguments", "--log"]
+            command = (*own_server.PENSTOCK, "prove", url, *words, str(tmp_path / "log"))
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
             assert process.stdout is not None
             lines = []
             async for line in process.stdout:

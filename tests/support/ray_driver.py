@@ -8,12 +8,14 @@ import json
 import queue
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.protocol import ExecutorError
 from penstock.executor.ranks import ray_executor
+from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
 
 
@@ -22,14 +24,7 @@ def report(**fields: object) -> None:
 
 
 def run(model: str, num_ranks: int, place_timeout_s: float, can_kill: bool) -> None:
-    config = ExecutorConfig(
-        model=model,
-        tensor_parallel_size=num_ranks,
-        kv_cache_bytes=2**22,
-        block_size=8,
-        dtype="float32",
-        max_num_seqs=8,
-    )
+    config = config_of(Path(model), num_ranks)
     ray_executor.PLACE_TIMEOUT_S = place_timeout_s
     if not can_kill:
         vars(ray_executor)["remove_placement_group"] = vars(ray)["kill"] = kept.append
