@@ -328,43 +328,34 @@ class Executor(Protocol):
         The caller owns the arrays and does not change them until the step after this one is collected (it alternates
         between two buffers), so an executor that sends them elsewhere may read them in place without a copy.
         """
-        ...
 
     def collect(self) -> StepResult:
         """Wait for the result of the oldest submitted step and return it; raise ExecutorError if it cannot come."""
-        ...
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Load the PEFT adapter in this folder; equal content is stored once. No step may be in flight, because the ranks
         finish their steps first, which may take longer than loading. Raise AdapterError if the adapter cannot be used;
         then nothing has changed."""
-        ...
 
     def unload_adapter(self, key: str) -> None:
         """Unload an adapter; steps submitted from now on must not use it."""
-        ...
 
     def update_weights(self, path: str) -> None:
         """Replace the weights by others of the same model, from a folder or a file of named tensors. No step may be in
         flight. Afterwards `info.fingerprint` is that of the new weights, and all slots are cleared. Raise WeightsError
         if the weights cannot be used; then nothing has changed on any rank."""
-        ...
 
     def sleep(self, level: SleepLevel) -> None:
         """Free memory. No step may be in flight or be submitted before `wake`. Raise WeightsError on failure."""
-        ...
 
     def wake(self, parts: Sequence[Part]) -> None:
         """Allocate these parts of the memory again; blocks are empty. Raise WeightsError if weights are missing."""
-        ...
 
     def fileno(self) -> int | None:
         """Return a descriptor that becomes readable on an event outside any step, on which to call `check`; or None."""
-        ...
 
     def check(self) -> None:
         """Raise ExecutorError if the executor cannot go on; cheap, for a caller that has nothing to collect."""
-        ...
 
     def close(self) -> None: ...
 

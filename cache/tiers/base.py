@@ -35,35 +35,28 @@ class Store(Protocol):
     @property
     def is_open(self) -> bool:
         """Return whether the store can serve at present."""
-        ...
 
     def contains(self, key: bytes) -> bool: ...
 
     def put(self, key: bytes, buffer: Any) -> bool:
         """Queue a store. True borrows the buffer until the result is polled; after False no result comes."""
-        ...
 
     def start_load(self, key: bytes, out: Any) -> int | None:
         """Queue a load into `out`, borrowed until its result, and return its ticket; None if the key is not stored."""
-        ...
 
     def poll(self) -> Iterable[StoreResult]: ...
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys gained since the last call, including those of earlier runs, and the lost keys."""
-        ...
 
     def touch(self, keys: list[bytes]) -> None:
         """Mark keys as used, in this tier or a nearer one; pass the end of a chain before its start."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Return statistics: numbers, and dicts of numbers."""
-        ...
 
     def close(self) -> None:
         """Close the store. It no longer touches borrowed buffers, except that a hung device may still write to one."""
-        ...
 
 
 def chunk_view(name: str, buffer: Any, chunk_bytes: int, *, to_fill: bool = False) -> memoryview:

@@ -33,15 +33,12 @@ class BlockSource(Protocol):
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys added and the keys removed since the last call."""
-        ...
 
     def copy(self, key: bytes, out: memoryview) -> bool:
         """Copy the block from memory; return False if it is not there or was overwritten during the copy."""
-        ...
 
     def start_load(self, key: bytes, out: memoryview) -> int | None:
         """Start loading the block from disk into `out`, borrowed until `take_loads` returns the ticket; None for a miss."""
-        ...
 
     def take_loads(self) -> list[tuple[int, bool]]: ...
 
