@@ -20,8 +20,6 @@ _CACHED = re.compile(rb'"cached_tokens": ?(\d{1,9})\b')
 
 
 class AnswerWriter:
-    __slots__ = ("_connection", "_plain", "_request", "head", "held")
-
     def __init__(self, request: ClientRequest, connection: ClientConnection) -> None:
         self.head = NO_ANSWER
         self._request, self._connection = request, connection

@@ -54,12 +54,6 @@ class Exchange:
                   between
     """
 
-    __slots__ = (
-        *("_answer", "_cached", "_fleet", "_group", "_prefill_disabled", "_metrics", "_num_data", "_loss", "_num_lost"),
-        *("_num_reported", "_on_end", "_prefills_tried", "_prepared", "_quiet_since_s", "_reads_usage", "_status"),
-        *("_tried", "begun_s", "connection", "first_byte_s", "leg", "model", "num_attempts", "prefill", "replica"),
-        *("request", "state", "trace"),
-    )
     _group: ReplicaGroup
     _prepared: PreparedRequest  # until the first byte
 

@@ -14,8 +14,6 @@ from penstock.router.placement.load import Charge
 class LegSpan:
     """The span of a leg if tracing is off; spans.py has the recording one."""
 
-    __slots__ = ()
-
     def lines(self, method: bytes) -> bytes:  # noqa: ARG002
         """Return the headers that make the replica's span a child of this one."""
         return b""
@@ -29,11 +27,6 @@ NO_SPAN = LegSpan()
 class Leg:
     """Without an `upstream` it is connecting, with one the request was sent. A kept connection that turns out to be closed
     leads back to connecting, once."""
-
-    __slots__ = (
-        *("_body", "_fleet", "_head", "_is_exhausted", "_is_kept", "_sink", "_span"),
-        *("charge", "replica", "upstream"),
-    )
 
     def __init__(self, fleet: Fleet, charge: Charge, sink: Sink, span: LegSpan) -> None:
         self.replica = fleet.replicas[charge.replica]

@@ -62,8 +62,6 @@ class ExchangeTrace(exchange.RequestTrace):
 
 
 class RecordedLeg(LegSpan):
-    __slots__ = ("_method", "_predicted", "_replica", "_span", "_trace")
-
     def __init__(self, trace: Trace, charge: Charge, name: str) -> None:
         self._trace, self._method = trace, b"POST"
         self._replica, self._predicted = charge.replica, charge.predicted_cached_tokens

@@ -245,11 +245,6 @@ class Charge:
     """One request at one replica. Call `first_token`, then `tokens` as they come, or `answered` for an answer that comes
     whole; call `release` at the end, at any time. A second release does nothing."""
 
-    __slots__ = (
-        "_load", "ahead_tokens", "answered_s", "held_tokens", "is_answered", "is_handed_over", "is_released", "num_tokens",
-        "own_tokens", "placed_s", "predicted_cached_tokens", "predicted_ttft_s", "replica",
-    )  # fmt: skip
-
     def __init__(
         self,
         load: ReplicaLoad,
