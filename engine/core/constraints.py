@@ -58,28 +58,23 @@ class Constraints:
         outputs: list[Output] = []
         for request, job in [*self._jobs.items()] if self._jobs else ():
             limit = job.limit_passed()
-            if not request.finished and limit is None and not job.result.done():
+            if not (request.finished or limit is not None or job.result.done()):
                 continue
             del self._jobs[request]
             if request.finished or limit is not None:
                 assert self._compiler is not None
                 self._compiler.give_up(job)
-            if not request.finished and (output := self._take(request, job, limit)) is not None:
-                outputs.append(output)
+            if request.finished:
+                continue
+            error = job.result.exception() if limit is None else GrammarRefused(f"it {limit}")
+            if error is None:
+                request.matcher = job.result.result()
+                self._scheduler.queue(request)
+            else:
+                is_refusal = isinstance(error, GrammarRefused)
+                what = f"the grammar cannot be compiled: {'' if is_refusal else f'{type(error).__name__}: '}{error}"
+                outputs.append(self._scheduler.end(request, "error", what, is_refusal))
         return outputs
-
-    def _take(self, request: Request, job: CompileJob, limit: str | None) -> Output | None:
-        """Queue the request with its compiled grammar, or end it. `limit`: the limit that the compilation exceeded."""
-        if limit is not None:
-            what, is_refusal = f"it {limit}", True
-        elif (error := job.result.exception()) is None:
-            request.matcher = job.result.result()
-            self._scheduler.queue(request)
-            return None
-        else:
-            is_refusal = isinstance(error, GrammarRefused)
-            what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal)
 
     def wait_for_compiled(self) -> list[Output]:
         """Wait briefly for the next grammar and queue its request, if no request can run without its grammar."""

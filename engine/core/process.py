@@ -126,18 +126,13 @@ class Duty:
     """
 
     def __init__(self) -> None:
-        self._job: tuple[str, float] | None = None  # name and deadline; changed by one assignment
+        self.job: tuple[str, float] | None = None  # name and deadline; changed by one assignment
 
     def begin(self, name: str, deadline_s: float = STEP_DEADLINE_S) -> None:
-        self._job = (name, time.monotonic() + deadline_s)
+        self.job = (name, time.monotonic() + deadline_s)
 
     def end(self) -> None:
-        self._job = None
-
-    def overdue(self) -> tuple[str, float]:
-        """Return the job's name and the seconds since its deadline."""
-        job = self._job
-        return ("", 0.0) if job is None else (job[0], max(time.monotonic() - job[1], 0.0))
+        self.job = None
 
 
 def _serve(core: EngineCore, link: CoreLink, duty: Duty) -> None:
@@ -275,8 +270,5 @@ def _control(core: EngineCore, message: Control, pausing: list[Control], done: l
 
 def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
     """Return the heartbeat, with the seconds by which the running step or job exceeds its deadline."""
-    job, overdue_s = duty.overdue()
-    if overdue_s > 0:
-        return Heartbeat(overdue_s, job)
-    ends_s = core.step_ends_s
-    return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0))
+    job, ends_s = duty.job or ("a step", core.step_ends_s)
+    return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0), job)
