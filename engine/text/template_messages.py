@@ -69,9 +69,8 @@ def with_arguments_as_text(chat: list[PlainMessage]) -> list[PlainMessage]:
     """Encode call arguments as JSON text, for templates that print them unchanged."""
     for message in chat:
         for call in message.get("tool_calls", ()):
-            function = call.get("function")
-            if isinstance(function, dict) and not isinstance(function.get("arguments"), str):
-                call["function"] = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return chat
 
 
@@ -85,6 +84,4 @@ def _introduced(chat: list[PlainMessage], tools: list[dict[str, Any]]) -> list[P
 
 
 def _call_text(call: dict[str, Any]) -> str:
-    function = call.get("function", call)
-    text = json.dumps({"name": function.get("name"), "arguments": function.get("arguments")}, ensure_ascii=False)
-    return f"<tool_call>\n{text}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
