@@ -25,7 +25,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
-        self.num_free = num_blocks - 1
+        self.num_free = self.num_usable = num_blocks - 1
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
@@ -34,10 +34,6 @@ class BlockPool:
         # All blocks start free, in order, so that a new pool allocates 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_blocks - 1
 
     @property
     def num_cached(self) -> int:

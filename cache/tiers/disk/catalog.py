@@ -58,9 +58,7 @@ class Catalog:
     def take(self, keep_free: bool) -> int | None:
         """Return a cell for a store; None if all are in use. With `keep_free`, prefer never-used cells to free ones."""
         self.is_full = False
-        if self._free and not keep_free:
-            return self._free.popitem()[0]
-        if self._frontier < self._end:
+        if self._frontier < self._end and (keep_free or not self._free):
             self._frontier += 1
             return self._frontier - 1
         if self._free:

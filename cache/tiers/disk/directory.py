@@ -15,7 +15,6 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
 
 import msgspec
 
@@ -110,7 +109,8 @@ class Slabs:
     def trim(self) -> int:
         """Delete what exceeds the capacity, which may have been larger before; return the number of allocated cells."""
         num_backed = 0
-        for slab, name in sorted(self._slab_files()):
+        names = os.listdir(self._directory)
+        for slab, name in sorted((int(found[1]), name) for name in names if (found := SLAB_FILE.fullmatch(name))):
             size = self._size(slab)
             if size == 0:
                 self._calls.unlink(self._directory, name)
@@ -160,8 +160,3 @@ class Slabs:
     def _size(self, slab: int) -> int:
         cells = self.num_cells - slab * self.cells_per_slab
         return max(0, min(cells, self.cells_per_slab)) * self.cell_bytes
-
-    def _slab_files(self) -> Iterator[tuple[int, str]]:
-        for name in os.listdir(self._directory):
-            if match := SLAB_FILE.fullmatch(name):
-                yield int(match[1]), name
