@@ -245,23 +245,14 @@ class Charge:
     """One request at one replica. Call `first_token`, then `tokens` as they come, or `answered` for an answer that comes
     whole; call `release` at the end, at any time. A second release does nothing."""
 
-    def __init__(
-        self,
-        load: ReplicaLoad,
-        replica: str,
-        num_tokens: int,
-        cached_tokens: float,
-        ahead_tokens: float,
-        ttft_s: float,
-        now_s: float,
-    ) -> None:
+    def __init__(self, load: ReplicaLoad, replica: str, num_tokens: int, now_s: float) -> None:
+        """Charge the replica that was just chosen for the request."""
+        cached_tokens, self.ahead_tokens, self.predicted_ttft_s = load.table.prediction(load.row)
         self.replica = replica
         self.num_tokens = num_tokens
         self.predicted_cached_tokens = int(cached_tokens)
-        self.predicted_ttft_s = ttft_s
         self.own_tokens = max(num_tokens - cached_tokens, 1.0)
         self.held_tokens = float(num_tokens)
-        self.ahead_tokens = ahead_tokens
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
         self.placed_s = now_s

@@ -139,8 +139,7 @@ class Placement:
         self._count_unmatched(prompt, replica)
         if session is not None:
             self._remember(session, replica.name)
-        cached, backlog, ttft = self.loads.prediction(row)
-        charge = Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft, now_s)
+        charge = Charge(replica.load, replica.name, num_tokens, now_s)
         if expects and prompt is not None:
             self.expect(charge, prompt)
         return charge
