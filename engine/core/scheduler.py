@@ -26,7 +26,7 @@ from penstock.engine.core.kv import Kv
 from penstock.engine.core.page_keys import NEVER
 from penstock.engine.core.request import Claim, Request, RequestKv, cheapest_to_preempt
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
-from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
+from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult
 
 MOST_PASSED = 64  # requests that may wait for an adapter slot while later ones are admitted
 
@@ -302,16 +302,7 @@ class Scheduler:
                 reason: FinishReason = "length" if request.message.pooling is None else "stop"
                 outputs.append(request.output([], reason, embedding=result.embeddings.get(index)))
             elif row.sample:
-                sent = plan.sent.get(index)
-                indices = [index]
-                if sent is not None:
-                    indices = sent.accepted(result, index)
-                    self._stats.accepted_tokens += len(indices) - 1
-                    for place in range(len(indices) - 1):
-                        self._stats.accepted_at[place] += 1
-                logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
-                drafted = result.drafts.get(indices[-1], []) if row.drafts else None
-                outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent, drafted))
+                outputs.append(self._append(request, plan, index, result))
         if self.waiting.is_shared:
             for output in outputs:
                 if (running := self.requests.get(output.request_id)) is not None:
@@ -319,15 +310,16 @@ class Scheduler:
         self.kv.drop_replaced()
         return outputs
 
-    def _append(
-        self,
-        request: Request,
-        sampled: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        sent: DraftRows | None,
-        drafted: list[int] | None,
-    ) -> Output:
-        """Append the sampled token, or several with accepted drafts; end the request if it is complete."""
+    def _append(self, request: Request, plan: InFlight, index: int, result: StepResult) -> Output:
+        """Append the token that the row sampled, or several with accepted drafts; end the request if it is complete."""
+        sent, indices = plan.sent.get(index), [index]
+        if sent is not None:
+            indices = sent.accepted(result, index)
+            self._stats.accepted_tokens += len(indices) - 1
+            for place in range(len(indices) - 1):
+                self._stats.accepted_at[place] += 1
+        sampled = [result.tokens[i] for i in indices]
+        logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
         tokens, token, num_right = [*sampled, *request.forced], sampled[-1], len(sampled) - 1
         request.forced = []
         if request.slot >= 0 and sent is not None:  # drafts that were right are computed
@@ -354,6 +346,7 @@ class Scheduler:
         if reason is not None:
             self._retire(request)
         elif request.may_draft:
+            drafted = result.drafts.get(indices[-1], []) if plan.step.rows[index].drafts else None
             self._drafter.choose_drafts(request, len(tokens), sent, len(self.running), drafted)
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs, accepted_drafts=num_right)
 
