@@ -119,11 +119,8 @@ def _eos_ids(
     backend: Backend, special_tokens: dict[str, str], generation: dict[str, Any], model: dict[str, Any]
 ) -> frozenset[int]:
     """Return the end token ids: those of generation_config.json, else of config.json, plus the tokenizer's own."""
-    text_model = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
-    for source in (generation, model, text_model or {}):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            break
+    sources = [each for each in (generation, model, model.get("text_config")) if isinstance(each, dict)]
+    ids = next((each["eos_token_id"] for each in sources if each.get("eos_token_id") is not None), None)
     listed = ids if isinstance(ids, list) else [ids]
     # Ids without a token are dropped: they may lie beyond the model's vocabulary.
     found = {token_id for token_id in listed if isinstance(token_id, int) and token_id >= 0}
