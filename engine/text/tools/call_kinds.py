@@ -9,7 +9,7 @@ formats with fences), begins with its name, and has arguments.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, Malformed, Wait, sk
 
 # Matches texts that may be special tokens of a model.
 _TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
-BY_START = "\0"  # as `join`: derived from `start`
 ARGUMENTS = "arguments"  # or "parameters"
 
 
@@ -33,11 +32,7 @@ class ToolFormat(ABC):
     `end`. `found_by`: groups of texts; a chat template with all texts of a group has this format. `closers`: the marks
     that open calls, each with its closing text. `extra`: further texts that may be special tokens. `has_many`: an answer
     may have several calls. `id_length`: length of a call's id in the template. `is_bare`: a paragraph that begins with a
-    bracket may be a call without a mark. `fences`: marks that may also open other content.
-
-    By default, `start` without whitespace and a bracket at its end is the mark, which `end` closes; calls are joined by
-    a comma if `start` opens a list, otherwise each has its own `start` and `end`.
-    """
+    bracket may be a call without a mark. `fences`: marks that may also open other content."""
 
     name: str
     start: str
@@ -45,23 +40,15 @@ class ToolFormat(ABC):
     before_name: str
     before_arguments: str
     after_arguments: str
+    join: str
+    found_by: tuple[tuple[str, ...], ...]
+    closers: Mapping[str, str]
     parameters: Parameters | None = None
-    join: str = BY_START
-    found_by: tuple[tuple[str, ...], ...] = ()
-    closers: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     has_many: bool = True
     id_length: int = 24
     is_bare: bool = False
     fences: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        mark = self.start.strip().rstrip("[")
-        join = ", " if self.start.endswith("[") else f"{self.end}\n{self.start}"
-        defaults = {"join": join, "found_by": ((mark,),), "closers": {mark: self.end.strip()}}
-        for name, value in defaults.items():
-            if getattr(self, name) in (BY_START, (), {}):
-                object.__setattr__(self, name, value)
 
     @abstractmethod
     def parse(self, reader: CallReader, mark: str) -> Wait[None]:

@@ -25,7 +25,9 @@ TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 FORM = NamedCalls(
     NAME,
     *("", "", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
+    join="",
     found_by=((CHANNEL, MESSAGE),),
+    closers={},
     extra=TOKENS,
     has_many=False,  # a call ends the turn
 )
