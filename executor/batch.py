@@ -62,11 +62,11 @@ class ForwardBatch:
     query_starts: torch.Tensor  # [R + 1] int32: row r's tokens are query_starts[r] … query_starts[r + 1] - 1
     context_lens: torch.Tensor  # [R] int32: number of positions the row's last token attends to, itself included
     block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
-    output_indices: torch.Tensor | None  # [W] int64: tokens whose hidden states are returned; None means all T
     num_single_rows: int  # number of rows with one token; these come first
-    query_lens: tuple[int, ...]  # token counts of the remaining rows, ascending
-    query_contexts: tuple[int, ...]  # context_lens of the remaining rows
     max_single_context: int  # the longest context among the single-token rows; 0 without any
+    output_indices: torch.Tensor | None = None  # [W] int64: tokens whose hidden states are returned; None means all T
+    query_lens: tuple[int, ...] = ()  # token counts of the remaining rows, ascending
+    query_contexts: tuple[int, ...] = ()  # context_lens of the remaining rows
     # (kv_cells, block_tables) of each attention group after the first; `by_layer` assigns them to layers.
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     group_of: tuple[int, ...] = ()  # each layer's group; (): all layers are in the first group

@@ -61,10 +61,7 @@ class DraftModel:
                 starts,
                 positions + 1,
                 tables,
-                output_indices=None,
                 num_single_rows=len(counts),
-                query_lens=(),
-                query_contexts=(),
                 max_single_context=tables.shape[1] * self._block_size,
             )
             states = self._model.draft_states(drafts[-1], states, after, self._pages, None)

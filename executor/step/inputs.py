@@ -228,10 +228,7 @@ class DeviceInputs:
         row_tensors, others = self._prepare(rows, tokens, tokens if has_prompts else 1, self._state.offsets.max_blocks)
         batch = ForwardBatch(
             *self._tensors(row_tensors),
-            output_indices=None,
             num_single_rows=rows,
-            query_lens=(),
-            query_contexts=(),
             max_single_context=max_context,
             other_groups=others,
             group_of=self._group_of,

@@ -33,16 +33,11 @@ class Attention(NamedTuple):
     q: Tensor
     k_pages: Tensor
     v_pages: Tensor
-    sinks: Tensor | None
+    sinks: Tensor  # any tensor if the shape has none
     out: Tensor
     scaling: tuple[Any, ...]  # scale, cap and window of the kernels
     shape: AttentionShape
     split: int  # positions that are summed together; 0: whatever fills the GPU
-
-    @property
-    def sinks_or_any(self) -> Tensor:
-        """Return the sinks, or a tensor that the kernel does not read."""
-        return self.q if self.sinks is None else self.sinks
 
 
 def paged_attention(
@@ -62,7 +57,7 @@ def paged_attention(
     scales = (scale, 0.0) if cap is None else (2 * scale / cap, cap)
     scaling = *(each * LOG2_E for each in scales), window or 0
     split = 0 if not is_fixed else FIXED_SPLIT if dim <= 128 else UNSPLIT
-    attention = Attention(q, k_pages, v_pages, sinks, out, scaling, shape, split)
+    attention = Attention(q, k_pages, v_pages, q if sinks is None else sinks, out, scaling, shape, split)
     if singles.num_single_rows:
         tile = decode_tile(group, dim, itemsize, k_pages.element_size())
         decode(singles, attention, fixed_attention_tile(dim, group, itemsize, is_single=True) if is_fixed else tile)
@@ -81,7 +76,7 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     new, singles = torch.empty if batch.single_contexts is None else torch.zeros, batch.singles
     out = new((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     shape = AttentionShape("latent", 1, num_heads, rank, rope_dim, rank)
-    attention = Attention(q, latents, latents, None, out, (scale * LOG2_E, 0.0, 0), shape, 0)
+    attention = Attention(q, latents, latents, q, out, (scale * LOG2_E, 0.0, 0), shape, 0)
     if singles.num_single_rows:
         decode(singles, attention, latent_tile(num_heads, True, q.element_size(), latents.element_size()))
     if batch.query_lens:
@@ -90,7 +85,7 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
 
 
 def decode(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
-    q, k_pages, v_pages, _, out, scaling, shape, split = attention
+    q, k_pages, v_pages, sinks, out, scaling, shape, split = attention
     rows, longest = batch.num_single_rows, batch.max_single_context
     tiles = shape.kv_heads * triton.cdiv(shape.group, tile.rows)
     even_splits, programs = num_splits(rows, tiles, longest, split)
@@ -101,7 +96,7 @@ def decode(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
         key = "arrivals", rows * tiles
         arrivals = once(batch, key, lambda: torch.zeros(rows * tiles, dtype=torch.int32, device=q.device))
     kernels._decode[(tiles, programs, rows)](
-        *(q, k_pages, v_pages, attention.sinks_or_any, batch.block_tables, batch.context_lens, out),
+        *(q, k_pages, v_pages, sinks, batch.block_tables, batch.context_lens, out),
         *(partial_sums, arrivals, batch.block_tables.stride(0), *scaling, even_splits, parts),
         SHAPE=shape,
         PAGES=layout_of(k_pages),
@@ -124,12 +119,12 @@ def num_splits(rows: int, tiles: int, longest: int, split: int) -> tuple[int, in
 
 
 def prefill(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
-    q, k_pages, v_pages, _, out, scaling, shape, split = attention
+    q, k_pages, v_pages, sinks, out, scaling, shape, split = attention
     tiles = count_tiles(batch, batch.query_lens, shape.group, tile)
     starts, contexts = batch.query_starts, batch.context_lens
     counts, num_rows = (starts, len(batch.query_lens)) if batch.row_counts is None else (batch.row_counts, -1)
     kernels._prefill[(shape.kv_heads, tiles)](
-        *(q, k_pages, v_pages, k_pages, attention.sinks_or_any, batch.block_tables, starts, contexts),
+        *(q, k_pages, v_pages, k_pages, sinks, batch.block_tables, starts, contexts),
         *(starts, counts, out, batch.block_tables.stride(0), *scaling),
         *(0, batch.num_single_rows, num_rows, 0),
         SHAPE=shape,

@@ -6,8 +6,6 @@ and what is too much is subtracted, which is exact. If all codes of a column sha
 instead of the numbers.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -99,23 +97,10 @@ def dequantize_groups(
     return tl.reshape(values, [codes.shape[0], codes.shape[1]]).to(dtype)
 
 
-class DequantizeSpec(NamedTuple):
-    """The layout of a weight, named as in `ProductSpec`."""
-
-    width: int
-    rows: int
-    depth: int
-    step: int
-    half: int
-    per_byte: int
-    group: int
-    has_zeros: bool
-    kind: str = "groups"
-
-
 @kernel
 def dequantize_piece(codes_ptr, scales_ptr, zeros_ptr, out_ptr, first, SPEC: tl.constexpr, COLUMNS: tl.constexpr):
-    """Dequantize one step of some rows of a weight, from row `first` on, which is the first of `out_ptr`."""
+    """Dequantize one step of some rows of a weight, from row `first` on, which is the first of `out_ptr`. SPEC: that of a
+    product with the weight."""
     wait_and_allow_next()
     PER_BYTE: tl.constexpr = SPEC.per_byte
     start = tl.program_id(0) * SPEC.step

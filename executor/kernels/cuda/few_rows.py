@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import Activation, NormedRows
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, allow_next, is_dependent, kernel, wait_for_previous
+from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, gated
 from penstock.executor.kernels.cuda.tiles import power_of_2
 
@@ -146,9 +147,11 @@ def _few_rows(
                 # Not rounded: the row's scale comes after the product, and without it x may exceed float16.
                 x *= tl.load(norm_ptr + k, mask=is_deep, other=0.0).to(tl.float32)[None, :]
             inside = is_column[:, None] & is_deep[None, :]
-            first += x[:, None, :] * load_weight(weight_ptrs + k[None, :], inside, whole)[None, :, :]
+            numbers = load_inside(weight_ptrs + k[None, :], inside, whole).to(tl.float32)
+            first += x[:, None, :] * numbers[None, :, :]
             if ACTIVATION is not None:
-                second += x[:, None, :] * load_weight(weight_ptrs + WIDTH * K + k[None, :], inside, whole)[None, :, :]
+                numbers = load_inside(weight_ptrs + WIDTH * K + k[None, :], inside, whole).to(tl.float32)
+                second += x[:, None, :] * numbers[None, :, :]
     y = tl.sum(first, 2)
     if ACTIVATION is not None:
         up = tl.sum(second, 2)
@@ -163,13 +166,6 @@ def _few_rows(
     if ACTIVATION is not None:
         y = gated(y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column[None, :], y.to(dtype), mask=is_row & is_column[None, :])
-
-
-@triton.jit
-def load_weight(ptrs, inside, IS_WHOLE: tl.constexpr):
-    if IS_WHOLE:
-        return tl.load(ptrs).to(tl.float32)
-    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from penstock.executor.kernels import Fp8Rows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import dequantize, few_rows
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel, wait_and_allow_next
-from penstock.executor.kernels.cuda.product import Scaled, multiply
+from penstock.executor.kernels.cuda.product import ProductSpec, Scaled, multiply
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
 from penstock.executor.kernels.eight_bits import pad_rows
 from penstock.executor.kernels.gpu_formats import Packed
@@ -66,9 +66,8 @@ def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Ten
     (width, depth), (form, codes, scales, zeros, *_) = weight.shape, weight
     assert isinstance(form, Packed) and scales is not None
     per_byte, group = 8 // form.bits, depth // len(scales)
-    spec = dequantize.DequantizeSpec(
-        width, width, depth, per_byte * form.half, form.half, per_byte, group, zeros is not None
-    )
+    sizes = width, width, depth, per_byte * form.half, form.half, depth, zeros is not None
+    spec = ProductSpec(*sizes, kind="groups", per_byte=per_byte, group=group)
     out = x.new_empty((len(x), width))
     rows = max(1, PIECE_BYTES // (PIECE_COLUMNS * depth * x.itemsize)) * PIECE_COLUMNS
     piece = x.new_empty((min(rows, width), depth))

@@ -42,17 +42,17 @@ class ProductSpec(NamedTuple):
     step: int  # inputs per step
     half: int  # inputs between the codes that share a byte
     x_stride: int
-    is_whole: bool  # no tile and no step reaches beyond the weight's rows and columns
     has_zeros: bool
-    is_biased: bool
-    activation: Activation | None
-    has_gate: bool  # the activation is that of a gate
-    is_sorted: bool  # the rows of a tile are entries of one expert
-    entries_per_row: int  # entries that share a row of x
-    splits: int
-    in_order: bool  # one program computes all splits
-    is_quantized: bool  # x is FP8
-    quantizes: bool  # y is FP8
+    is_whole: bool = False  # no tile and no step reaches beyond the weight's rows and columns
+    is_biased: bool = False
+    activation: Activation | None = None
+    has_gate: bool = False  # the activation is that of a gate
+    is_sorted: bool = False  # the rows of a tile are entries of one expert
+    entries_per_row: int = 1  # entries that share a row of x
+    splits: int = 1
+    in_order: bool = False  # one program computes all splits
+    is_quantized: bool = False  # x is FP8
+    quantizes: bool = False  # y is FP8
     kind: str = "numbers"  # or "blocks" (FP8), "groups" (four or eight bits), "mxfp4"
     per_byte: int = 1  # inputs per byte of codes; 1 for numbers of any size
     group: int = 1  # inputs that share a scale, of "groups"
@@ -84,9 +84,8 @@ def multiply(
     has_gate = activation is not None and activation not in UNGATED
     width, step = rows // 2 if has_gate else rows, depth_step(values.element_size())
     spec = ProductSpec(
-        *(width, rows, depth, step, step, values.stride(0)),
+        *(width, rows, depth, step, step, values.stride(0), zeros is not None),
         is_whole=width % tile.columns == 0,
-        has_zeros=zeros is not None,
         is_biased=bias is not None,
         activation=activation,
         has_gate=has_gate,

@@ -39,15 +39,9 @@ def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared
         *(logits, logits if bias is None else bias, ids, shares),
         *(tokens, moe.renormalize_eps, float(moe.scale)),
         STRIDE=logits.stride(0),
-        EXPERTS=moe.num_experts,
-        TOP_K=moe.top_k,
+        MOE=moe,
         NUM_SHARED=num_shared,
-        HAS_SHARED_GATE=moe.has_shared_gate,
-        GROUPS=moe.num_groups,
-        TOP_GROUPS=moe.top_groups,
-        SIGMOID=moe.scoring == "sigmoid",
         BIASED=bias is not None,
-        RENORMALIZE=moe.renormalize,
         num_warps=4,
     )
     return ids, shares
@@ -91,21 +85,18 @@ def _choose(
     eps,
     scale,
     STRIDE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    MOE: tl.constexpr,
     NUM_SHARED: tl.constexpr,
-    HAS_SHARED_GATE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
 ):
     """Compute the scores of some tokens, each group padded to a power of two, and take the best one top-k times."""
     wait_and_allow_next()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     token = tl.minimum(token, tokens - 1).to(tl.int64)
+    EXPERTS: tl.constexpr = MOE.num_experts
+    TOP_K: tl.constexpr = MOE.top_k
+    GROUPS: tl.constexpr = MOE.num_groups
     each: tl.constexpr = EXPERTS // GROUPS
     EXPERT_BINS: tl.constexpr = triton.next_power_of_2(each)
     GROUP_BINS: tl.constexpr = triton.next_power_of_2(GROUPS)
@@ -115,7 +106,7 @@ def _choose(
     is_expert = (position % EXPERT_BINS < each) & (position // EXPERT_BINS < GROUPS)
     logits_ptrs = logits_ptr + token[:, None] * STRIDE
     scores = tl.load(logits_ptrs + expert[None, :], mask=is_expert[None, :], other=-float("inf"))
-    if SIGMOID:
+    if MOE.scoring == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-scores))
     else:
         scores = tl.exp(scores - tl.max(scores, 1)[:, None])
@@ -124,7 +115,7 @@ def _choose(
     if BIASED:  # the bias affects the choice, never the share
         wanted += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
     if GROUPS > 1:
-        wanted = _best_groups(wanted, BIASED, TOP_GROUPS, GROUP_BINS, EXPERT_BINS)
+        wanted = _best_groups(wanted, BIASED, MOE.top_groups, GROUP_BINS, EXPERT_BINS)
     choice = tl.arange(0, CHOICES)
     ids = tl.zeros([TOKENS, CHOICES], tl.int32)
     shares = tl.zeros([TOKENS, CHOICES], tl.float32)
@@ -136,13 +127,13 @@ def _choose(
         best = best // EXPERT_BINS * each + best % EXPERT_BINS
         ids = tl.where(is_choice, tl.minimum(best, EXPERTS - 1)[:, None], ids)  # a valid id even if logits are NaN
         wanted = tl.where(is_best, -float("inf"), wanted)
-    if RENORMALIZE:
+    if MOE.renormalize:
         shares /= tl.sum(shares, 1)[:, None] + eps
     shares *= scale
     if NUM_SHARED > 0:
         is_shared = (choice >= TOP_K)[None, :]
         share = tl.full([TOKENS], 1.0, tl.float32)
-        if HAS_SHARED_GATE:
+        if MOE.has_shared_gate:
             share /= 1.0 + tl.exp(-tl.load(logits_ptr + token * STRIDE + EXPERTS))
         shares = tl.where(is_shared, share[:, None], shares)
         ids = tl.where(is_shared, EXPERTS - TOP_K + choice[None, :], ids)

@@ -21,11 +21,8 @@ Made = TypeVar("Made")
 def count_tiles(batch: ForwardBatch, lens: Sequence[int], per_token: int, tile: Tile) -> int:
     """Return the most tiles that rows of so many tokens may have. Each token has `per_token` rows of a tile, and every row
     may end with a partially filled tile. In a padded batch, `lens` begins with the number of all tokens."""
-
-    def make() -> int:
-        return sum(lens) * per_token // tile.rows + (len(lens) if batch.row_counts is None else MAX_SEVERAL)
-
-    return once(batch, ("tiles", lens, per_token, tile.rows), make)
+    num_partial = len(lens) if batch.row_counts is None else MAX_SEVERAL
+    return once(batch, ("tiles", lens, per_token, tile.rows), lambda: sum(lens) * per_token // tile.rows + num_partial)
 
 
 def once(batch: ForwardBatch, key: Hashable, make: Callable[[], Made]) -> Made:
