@@ -10,7 +10,7 @@ from penstock.executor.protocol import AdapterInfo, ExecutorConfig, ExecutorErro
 from penstock.executor.ranks.rank_builder import build_rank
 from penstock.executor.ranks.rank_settings import choose_device
 from penstock.executor.ranks.weights_lifecycle import WeightsLifecycle
-from penstock.executor.step.runner import LaunchedStep, ModelRunner
+from penstock.executor.step.runner import LaunchedStep
 
 
 class UniprocExecutor:
@@ -25,21 +25,17 @@ class UniprocExecutor:
         self.info, self._rank, self._weights = rank.info, rank, WeightsLifecycle(rank)
         self._in_flight: deque[LaunchedStep] = deque()
 
-    @property
-    def _runner(self) -> ModelRunner:
-        return self._rank.runner
-
     def submit(self, step: Step) -> None:
         assert len(self._in_flight) < self.info.max_in_flight, "too many steps in flight"
-        self._in_flight.append(self._runner.launch(step))
+        self._in_flight.append(self._rank.runner.launch(step))
 
     def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
         launched = self._in_flight[-1]
         assert launched.step.step_id == step_id, "masks come before the next step is submitted"
-        self._runner.sample_masked(launched, rows, masks)
+        self._rank.runner.sample_masked(launched, rows, masks)
 
     def collect(self) -> StepResult:
-        return self._runner.finish(self._in_flight.popleft())
+        return self._rank.runner.finish(self._in_flight.popleft())
 
     def load_adapter(self, path: str) -> AdapterInfo:
         return self._rank.adapters.load(path)

@@ -70,12 +70,9 @@ class CpuLayers:
             plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
             plan.cos, plan.sin, plan.sinks = addresses(*layer.tables, layer.extras.sinks)
             plan.half, plan.window = layer.tables[0].shape[1], layer.extras.window or 0
-        self._shared = _csrc.ffi.new("struct penstock_layers *")
-        self._shared.layers = self._layers
-        self._shared.cap = max(layer.extras.cap or 0.0 for layer in layers)
-        self._shared.activation = ACTIVATIONS.index(sizes.activation)
-        for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale", "has_gate"):
-            setattr(self._shared, name, getattr(sizes, name))
+        cap = max(layer.extras.cap or 0.0 for layer in layers)
+        fields = sizes._asdict() | {"activation": ACTIVATIONS.index(sizes.activation), "cap": cap}
+        self._shared = _csrc.ffi.new("struct penstock_layers *", fields | {"layers": self._layers})
 
     def _describe_delta(self, plan: Any, delta: DeltaLayer) -> None:
         assert delta.gates.product is not None

@@ -16,7 +16,7 @@ from penstock.executor.kernels import Fp8Rows, Ops, Rows
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.eight_bits import pad_scales
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
-from penstock.executor.kernels.weight import EIGHT_BITS, GpuFormats, Weight, pack_for_gpu, plain_weight
+from penstock.executor.kernels.weight import EIGHT_BITS, GpuFormats, Weight, plain_weight
 
 # The quantized weights that are not dequantized, besides `Packed` ones: on a CPU all, on a GPU MXFP4 or none.
 KeptCodes = Literal["all", "MXFP4"] | None
@@ -138,7 +138,7 @@ class LinearMaker:
             elif self._kept == "all":
                 weights += codes
             else:
-                weights.append(pack_for_gpu(codes, self._device))
+                weights.append(codes[0].format.pack_for_gpu(codes, self._device))
         if all(is_repacked(each.codes) if each.is_numbers else self._kept == "all" for each in weights):
             product = CpuProduct(weights, self._dtype, bias)
             self._count_codes(own for each, own in zip(weights, product.weights, strict=True) if not each.is_numbers)

@@ -186,8 +186,3 @@ NUMBERS = Numbers()
 def plain_weight(values: Tensor, name: str = "") -> Weight:
     """Wrap an unquantized tensor as a weight."""
     return Weight(NUMBERS, values, name=name)
-
-
-def pack_for_gpu(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Concatenate the rows of quantized weights of one kind, in the format that the GPU kernels read."""
-    return weights[0].format.pack_for_gpu(weights, device)

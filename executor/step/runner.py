@@ -76,7 +76,7 @@ class LaunchedStep:
     sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
     unsampled: tuple[Layout, Samples, torch.Tensor] | None = None  # a step whose logits [S, vocabulary] wait for masks
-    draft: Callable[[], None] | None = None  # runs the draft layer, once the step's tokens are sampled
+    draft: Callable[[], None] = lambda: None  # runs the draft layer, if any, once the step's tokens are sampled
     drafted: tuple[list[int], HostCopy] | None = None  # rows that asked for drafts, and these
 
 
@@ -235,7 +235,7 @@ class ModelRunner:
             hidden = hidden[send(np.searchsorted(output_indices, last[layout.samples]), self._device)]
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
-        elif launched.draft is not None:
+        else:
             launched.draft()
 
     def _draft(
@@ -272,7 +272,7 @@ class ModelRunner:
         if size.has_prompts or launched.is_masked or not self._is_plain[layout.slots].all():
             if layout.samples.any():
                 self._sample(layout, *graphs.results(size, layout), launched)
-            elif launched.draft is not None:
+            else:
                 launched.draft()
             return
         self._outbox.hold()  # the graph overwrites the tokens of the last step
@@ -281,8 +281,7 @@ class ModelRunner:
             launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order.tolist()
-        if launched.draft is not None:
-            launched.draft()
+        launched.draft()
 
     def _output_indices(self, layout: Layout) -> np.ndarray:
         """Return ascending indices of tokens whose hidden state is needed, if some rows ask for more than a sample."""
@@ -356,8 +355,7 @@ class ModelRunner:
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         self._inputs.put(ends.targets, self._group.broadcast(tokens))
-        if launched.draft is not None:
-            launched.draft()
+        launched.draft()
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:

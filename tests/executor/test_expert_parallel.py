@@ -69,7 +69,7 @@ def test_a_copy_of_an_expert_computes_the_same(case: str, dtype: DType, monkeypa
     if case == "in eight bits":
         test_eight_bits.in_eight_bits(monkeypatch)
     executor = executor_of(folders("deepseek-v3")[0] if case == "in eight bits" else case, dtype=dtype)
-    layers = executor._runner._model.experts
+    layers = executor._rank.runner._model.experts
     assert layers
     x = torch.randn(5, executor.info.hidden_size).to(getattr(torch, dtype))
     for first, second, *_ in (experts.expert_slots for experts in layers):

@@ -238,7 +238,7 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
         with pytest.raises(ExecutorError, match="for a step of 8192 tokens: lower max_num_batched_tokens or"):
             UniprocExecutor(config)
     executor = UniprocExecutor(config)
-    monkeypatch.setattr(executor._runner._inputs, "flush", full)
+    monkeypatch.setattr(executor._rank.runner._inputs, "flush", full)
     with pytest.raises(ExecutorError, match="for a step: lower .*max_num_batched_tokens or max_num_seqs"):
         executor.submit(Step(1, [], []))
     monkeypatch.setattr(rank_builder, "load_model", full)

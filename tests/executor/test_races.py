@@ -85,7 +85,7 @@ class World(Simulation):
         """`finishing`: the context in which a step is finished; another thread does that, where there is one."""
         self._samplings, self._is_mixed, self._rng = samplings, is_mixed, random.Random(1)
         self._prompts = [self._rng.choices(range(160), k=40) for _ in range(3)]
-        self._table = executor._runner._inputs.tokens
+        self._table = executor._rank.runner._inputs.tokens
         self.counts: Counter[str] = Counter()
         submit_step, collect = executor.submit, executor.collect
 

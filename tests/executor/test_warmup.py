@@ -105,7 +105,7 @@ def test_nothing_is_left_of_what_was_warmed_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(RunnerFactory, "open", note)
     executor = open_warm()
     gc.collect()
-    assert [runner() for runner in opened] == [None, executor._runner]
+    assert [runner() for runner in opened] == [None, executor._rank.runner]
     assert not executor._rank.kv[1:].any()
 
 

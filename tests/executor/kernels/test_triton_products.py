@@ -13,7 +13,7 @@ from penstock.executor.kernels.cuda import rows as row_kernels
 from penstock.executor.kernels.cuda.ops import OPS, InvariantOps
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.stored_formats import Groups, as_groups, group_of, half_of
-from penstock.executor.kernels.weight import Weight, pack_for_gpu, plain_weight
+from penstock.executor.kernels.weight import Weight, plain_weight
 from tests.support import cards
 from tests.support.coded import FILE_TYPES, coded
 from tests.support.kernel_cases import close, every_dtype, matrix
@@ -75,7 +75,7 @@ def grouped(rows: int, columns: int, kind: Kind, seed: int = 0) -> Weight:
 def test_what_is_packed_stands_for_the_numbers(kind: Kind) -> None:
     parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
     expected = torch.cat([part.dequantize(CPU, torch.float32) for part in parts])
-    joined = pack_for_gpu(parts, CPU)
+    joined = parts[0].format.pack_for_gpu(parts, CPU)
     assert torch.equal(twin.widen(joined), expected)
     assert joined.shape == (64, 384)
     rows = torch.tensor([3, 63, 3])
