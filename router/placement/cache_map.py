@@ -19,6 +19,7 @@ from penstock.router.placement.load import PolicyConfig
 
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # the fourth slot of a row: the older generation of a guess
+SPACE = OLDER + 1  # behind the slots of a row: the number of its key space
 I32S = ffi.typeof("int32_t[]")
 EMPTY = 0  # a slot that never holds anything
 # Faults of event streams. keys_refused_total: keys beyond the limit of a replica.
@@ -52,12 +53,13 @@ class CacheMap:
         empty = self.index.add_slot(0)
         assert empty == EMPTY
         self._counts = ffi.new(I32S, 1)  # per slot, of the last prompt that was looked up
-        self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
+        self._slots = np.zeros((SPACE + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
         )
         self._name_slots()
         self._caches: dict[int, ReplicaCache] = {}
+        self.spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: other threads read it
         self._aged_s = clock()
 
     def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
@@ -68,11 +70,18 @@ class CacheMap:
         self._caches[row] = cache
         self._slots[:, row] = EMPTY
         self._slots[0, row] = self._add_slot(cache)
+        self._number_spaces()
         return cache
 
     def remove(self, cache: ReplicaCache) -> None:
         self._forget(cache)
         del self._caches[cache.row]
+        self._number_spaces()
+
+    def _number_spaces(self) -> None:
+        self.spaces = tuple(dict.fromkeys(cache.space for cache in self._caches.values()))
+        for row, cache in self._caches.items():
+            self._slots[SPACE, row] = self.spaces.index(cache.space)
 
     # -- cache events ---------------------------------------------------------------------------------
 
@@ -189,20 +198,24 @@ class CacheMap:
 
     # -- cached tokens ----------------------------------------------------------------------------------
 
-    def cached_tokens(
-        self, keys: Keys, num_ends: int, block_size: int, space_of_row: Any, space: int, fleet: Any
-    ) -> None:
+    def cached_tokens(self, space: KeySpace, keys: Keys, num_ends: int, fleet: Any) -> None:
         """Fill in, per row of the key space, how many tokens of the prompt need not be computed there. Deeper tiers count in
-        part. `space_of_row` and `fleet` are C structures."""
+        part. `fleet` is a C structure."""
+        if space not in self.spaces:
+            return  # its last replica has left
         if len(self._counts) != self.index.num_slots:
             self._counts = ffi.new(I32S, self.index.num_slots)
         self.index.match_into(self._counts, keys, num_ends)
-        lib.penstock_cached_tokens(self._c, self._counts, block_size, space_of_row, space, fleet.num_rows, fleet.cached)
+        counts, number = self._counts, self.spaces.index(space)
+        lib.penstock_cached_tokens(
+            self._c, counts, space.block_size, self._space_of_row, number, fleet.num_rows, fleet.cached
+        )
 
     def _name_slots(self) -> None:
         start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]
         for layer, name in enumerate((*TIERS, "older")):
             setattr(self._c, name, start + layer * stride)
+        self._space_of_row = start + SPACE * stride
 
     def num_held(self, cache: ReplicaCache) -> dict[str, int]:
         held = {tier: self.index.num_held(int(self._slots[layer, cache.row])) for layer, tier in enumerate(TIERS)}
@@ -211,7 +224,7 @@ class CacheMap:
 
     def check(self) -> None:
         self.index.check()
-        in_use = [int(slot) for slot in self._slots.ravel() if slot != EMPTY]
+        in_use = [int(slot) for slot in self._slots[:SPACE].ravel() if slot != EMPTY]
         assert len(in_use) == len(set(in_use)), "two layers share a slot"
         assert self.index.num_held(EMPTY) == 0
 

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from penstock._csrc import ffi
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
 from penstock.router.placement.cache_map import STREAM_COUNTS, CacheMap, ReplicaCache
@@ -71,8 +70,6 @@ class Placement:
         self._clock = clock
         self._replicas: dict[str, PlacedReplica] = {}
         self._rows: dict[int, PlacedReplica] = {}
-        self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
-        self._space_of_row = ffi.new("int64_t[]", 8)
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     # -- replicas --------------------------------------------------------------------------------------
@@ -82,14 +79,11 @@ class Placement:
         assert name not in self._replicas, name
         info = converted(msgspec.structs.asdict(info), ReplicaInfo)
         space = KeySpace(info.fingerprint, info.block_size)
-        if space not in self._spaces:
-            self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
         row = self.loads.add(capacity)
         cache = self.caches.add(row, space, info.num_blocks or max(GUESSED_TOKENS // info.block_size, 1))
         replica = PlacedReplica(name, ReplicaLoad(self.loads, row, self.totals, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
-        self._count_spaces()
 
     def remove_replica(self, name: str) -> None:
         """Remove a replica. Its charges may still be released, without effect."""
@@ -98,9 +92,6 @@ class Placement:
         replica.load.is_gone = True
         self.caches.remove(replica.cache)
         self.loads.remove(replica.load.row)
-        in_use = {other.cache.space for other in self._replicas.values()}
-        self._spaces = tuple(space for space in self._spaces if space in in_use)
-        self._count_spaces()
 
     def set_available(self, name: str, available: bool) -> None:
         self.loads.is_open[self._replicas[name].load.row] = float(available)
@@ -111,7 +102,7 @@ class Placement:
         """Hash a prompt (bytes or a buffer of little-endian int32). Any thread may call this; the GIL is released."""
         raw = tokens if type(tokens) is bytes else bytes(memoryview(tokens).cast("B"))
         keys = []
-        for space in self._spaces:
+        for space in self.caches.spaces:
             root = _root(space, adapter) if salt is None else space.root(salt, adapter)
             keys.append((space, prompt_keys(raw, space, root)))
         return Prompt(len(raw) // 4, tuple(keys), has_ids)
@@ -157,12 +148,9 @@ class Placement:
     def _match_prompt(self, prompt: Prompt | None) -> None:
         """Fill the column `cached` with the cached tokens of the prompt at each replica."""
         self.loads.cached.fill(0.0)
-        if prompt is None:
-            return
-        for space, keys in prompt.spaces:
-            if space in self._spaces:  # otherwise the last replica of this key space has left
-                index, num_ends = self._spaces.index(space), prompt.num_ends(space)
-                self.caches.cached_tokens(keys, num_ends, space.block_size, self._space_of_row, index, self.loads.c)
+        if prompt is not None:
+            for space, keys in prompt.spaces:
+                self.caches.cached_tokens(space, keys, prompt.num_ends(space), self.loads.c)
 
     def _count_unmatched(self, prompt: Prompt | None, replica: PlacedReplica) -> None:
         """Count a choice to which no cache contributed, by its reason."""
@@ -241,12 +229,6 @@ class Placement:
             assert self._rows[replica.load.row] is replica and replica.name == name
             replica.load.check()
         assert len(self._rows) == len(self._replicas)
-
-    def _count_spaces(self) -> None:
-        if len(self._space_of_row) < self.loads.num_rows:
-            self._space_of_row = ffi.new("int64_t[]", 2 * self.loads.num_rows)
-        for row, replica in self._rows.items():
-            self._space_of_row[row] = self._spaces.index(replica.cache.space)
 
 
 @lru_cache(maxsize=4096)

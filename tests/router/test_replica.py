@@ -243,7 +243,7 @@ def test_other_weights_have_other_keys_and_a_paused_replica_gets_nothing(tmp_pat
         updated = update(server, content_folder(tmp_path, "a"))
         until(lambda: replica.info.fingerprint != before)
         assert replica.info.fingerprint.hex() == updated.json()["fingerprint"]
-        (space,) = router.fleet.group_of(MODEL).placement._spaces
+        (space,) = router.fleet.group_of(MODEL).placement.caches.spaces
         assert space.root(None, None) == namespace_root(model=replica.info.fingerprint)
         server.http.post("/pause?mode=keep")
         until(lambda: not replica.is_up)
