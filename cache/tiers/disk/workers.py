@@ -57,10 +57,7 @@ class Workers:
 
     def cancel(self) -> list[DiskJob]:
         """Remove and return all jobs that no thread has started."""
-        jobs = []
-        while (job := self._next()) is not None:
-            jobs.append(job)
-        return jobs
+        return list(iter(self._next, None))
 
     def oldest_started_s(self) -> float | None:
         """Return the start time of the longest-running job."""
