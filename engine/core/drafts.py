@@ -10,7 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -147,9 +147,7 @@ class Drafter:
         if request.draft_index < 0:
             return []
         count = min(1 << (request.draft_trust - 1), self._config.most_drafts, room)
-        repeated = list(request.tokens[request.draft_index :][:count])
-        period = len(repeated)
-        return [repeated[i % period] for i in range(count)] if repeated else []
+        return list(islice(cycle(request.tokens[request.draft_index :][:count]), count))
 
     def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:
         """Add drafts to planned rows, within `budget` tokens and `spare` pages.

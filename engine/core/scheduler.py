@@ -160,7 +160,7 @@ class Scheduler:
         transfers = self.kv.end_step(plan.rows)
         rows = [*plan.rows.values(), *draft_rows]
         # The end of a transfer is reported only with a step's result; a step in flight will bring it.
-        if not rows and not plan.admissions and transfers is None and (self.in_flight or not tiers.needs_step):
+        if not (rows or plan.admissions or transfers) and (self.in_flight or (tiers.is_idle and not tiers.is_stale)):
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, plan.admissions, rows, transfers)

@@ -39,7 +39,7 @@ class Rates:
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
         self.step_s = 0.0  # duration of a decoding step
-        self._block_size = block_size
+        self.block_bytes, self._block_size = block_bytes, block_size
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
         """Add a step: steps with mostly prompt tokens measure prefill, others the cost of waiting for a step.
@@ -79,11 +79,7 @@ class Rates:
 
 
 def tier_stats(
-    index: TierIndex,
-    counts: Mapping[str, int],
-    rates: Rates,
-    stores: Mapping[str, Mapping[str, float]],
-    block_bytes: int,
+    index: TierIndex, counts: Mapping[str, int], rates: Rates, stores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
     """Return the figures of each tier. `counts` are those of engine/core/tiers.py, `stores` the last report of each
     store. Peers are one tier: their figures are added up."""
@@ -99,7 +95,7 @@ def tier_stats(
             "dropped_host_full": index.counts["drops_host_full"],
             "dropped_evicted": index.counts["drops_evicted"],
             "queued_blocks": len(index.offers),
-            "bytes_per_s": (rates.copies.per_s or 0.0) * block_bytes,
+            "bytes_per_s": (rates.copies.per_s or 0.0) * rates.block_bytes,
         }
     }
     for name, keys in index.stored_keys.items():
@@ -110,7 +106,7 @@ def tier_stats(
             "failed_loads": index.counts[f"failed_loads_{name}"],
             "loading_blocks": sum(load.store == name for load in index.loading.values()),
             **stores.get(name, {}),
-            "bytes_per_s": (rates.loads[name].per_s or 0.0) * block_bytes,
+            "bytes_per_s": (rates.loads[name].per_s or 0.0) * rates.block_bytes,
         }
         tier = tiers.setdefault(tier_of(name), {})
         for figure, value in of_store.items():

@@ -40,7 +40,7 @@ MANY_TOUCHES = 256  # with this many, transfers are sent for them alone
 class NoTiers:
     """Stands for the tiers of an engine that has none: they hold nothing, and nothing moves."""
 
-    is_stale = needs_step = False
+    is_stale = False
     is_idle = True
     loading: Mapping[Request, object] = {}
     pools: Mapping[str, BlockPool] = {}
@@ -82,7 +82,6 @@ class Tiers:
         self.index = TierIndex(info.num_host_blocks, info.stores)
         self.index.host.on_evict = partial(history.note_eviction, "host")
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
-        self._block_bytes = info.block_bytes
         self._saves_per_step = -(-chunk // info.block_size) * len(info.groups)  # the maximum that a step can fill
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._loads = PrefixLoads(pool, keys, self.index, self.rates)
@@ -124,10 +123,6 @@ class Tiers:
         self._loads.unpin(look_up)
         return tokens
 
-    def _end_restore(self, request: Request) -> None:
-        del self._restoring[request]
-        request.kv.is_restoring = False
-
     def why_not_loaded(self, key: bytes) -> MissReason | None:
         """Return why a block was not taken from the tier that has it; None if no tier has it."""
         if self.index.ticket_of(key) is not None:
@@ -137,13 +132,9 @@ class Tiers:
     def release(self, request: Request) -> None:
         """End the loads and copies of a request that leaves the device or the queue, before its pages are released."""
         self._loads.release(request)
-        if request in self._restoring:
-            self.index.host.release([host_block for host_block, _ in self._restoring[request]])
-            self._end_restore(request)
-        self._touch(self._keys.used(request))
-
-    def _touch(self, keys: list[bytes]) -> None:
-        """Mark the keys as used in all tiers: a tier's content must not age because a nearer tier always has it."""
+        self.index.host.release([host_block for host_block, _ in self._restoring.pop(request, ())])
+        # Its blocks count as used in all tiers: a tier's content must not age because a nearer tier always has it.
+        keys = self._keys.used(request)
         self.index.touch(keys)
         if DISK in self.index.stored_keys:
             self._touched += filter(self.index.stored_keys[DISK].__contains__, reversed(keys))
@@ -154,7 +145,8 @@ class Tiers:
         """Choose pages of earlier steps to save, before anything of the next step is planned. Requests whose loads have
         ended return to the queue, and the next ones leave it if loading is worthwhile."""
         for request in [request for request, pairs in self._restoring.items() if not pairs]:
-            self._end_restore(request)
+            del self._restoring[request]
+            request.kv.is_restoring = False
         self._loads.now_s = self._clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
@@ -217,11 +209,6 @@ class Tiers:
         waits = self.loading or self._restoring or self._awaits_first_report or self._must_forget
         return self.index.is_idle and not waits
 
-    @property
-    def needs_step(self) -> bool:
-        """True if a step is needed even without rows, to poll the stores."""
-        return self.is_stale or not self.is_idle
-
     def wake(self) -> None:
         """Before the next admission, request the keys that came while the engine was idle, from peers or the disk's scan."""
         is_scanning = self._loads.store_stats.get(DISK, {}).get("scan_left", 0) > 0
@@ -236,7 +223,7 @@ class Tiers:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return gauges and counters by tier."""
-        return tier_stats(self.index, self.counts, self.rates, self._loads.store_stats, self._block_bytes)
+        return tier_stats(self.index, self.counts, self.rates, self._loads.store_stats)
 
     def check(self, in_flight: Sequence[Transfers | None]) -> None:
         """Assert every invariant between two steps; `in_flight` are the transfers of steps without a result."""

@@ -530,7 +530,7 @@ def test_every_fault_has_a_world_and_every_world_complete_commands(tmp_path: Pat
 
 
 def test_the_proof_reads_metrics_that_our_server_has() -> None:
-    tiers = tier_stats(TierIndex(4, ["disk"]), Counter(), Rates(1, 1, ["disk"]), {}, 1)
+    tiers = tier_stats(TierIndex(4, ["disk"]), Counter(), Rates(1, 1, ["disk"]), {})
     ours = {metric.name for metric in stats_families(Stats(tiers=tiers), "model")}
     names = {name.removesuffix("_total") for name in (*HELD, *REACHED.values())}
     assert {name for name in names if not name.startswith("llamacpp:")} <= ours
