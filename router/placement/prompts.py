@@ -10,6 +10,7 @@ bytes of JSON stand for a token: no engine has such keys, but requests with a co
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,16 +45,7 @@ PROMPTS = {
 EMBEDDINGS = "/v1/embeddings"
 
 # Fields that do not change the prompt. With a field that is not listed, the replica is not sent ids.
-NOT_IN_PROMPT = frozenset(
-    {
-        *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
-        *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
-        *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias", "allowed_token_ids"),
-        *("banned_token_ids", "skip_special_tokens", "return_token_ids", "priority", "cache_salt"),
-        *("request_id", "logprobs", "top_logprobs", "prompt_logprobs", "user", "metadata", "store", "service_tier"),
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
-    }
-)
+NOT_IN_PROMPT = msgspec.json.decode(Path(__file__).with_name("not_in_prompt.json").read_bytes(), type=frozenset[str])
 RENDERED = frozenset({"messages", "add_special_tokens", *RENDERING})
 PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
