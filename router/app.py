@@ -104,13 +104,10 @@ class RouterApp:
         return None
 
     def _is_allowed(self, request: ClientRequest, path: str) -> bool:
-        if (
-            not self._keys
-            or (request.method, path) in routes.OPEN
-            or self._keys.number(request.authorization) is not None
-        ):
+        if not self._keys or (request.method, path) in routes.OPEN:
             return True
-        return path == "/replicas" and self._admin_keys.number(request.authorization) is not None
+        keys = [self._keys, self._admin_keys] if path == "/replicas" else [self._keys]
+        return any(each.number(request.authorization) is not None for each in keys)
 
     def _objection(self, request: ClientRequest) -> HttpError | None:
         """Return the error with which a request for a replica is refused, or None."""

@@ -56,11 +56,6 @@ class RouterConfig:
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
 
-    @property
-    def backend_lines(self) -> bytes:
-        """Return the header with the key for all replicas, written."""
-        return b"" if self.backend_api_key is None else f"authorization: Bearer {self.backend_api_key}\r\n".encode()
-
 
 def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfig:
     """Add the keys of the environment and refuse what cannot run."""

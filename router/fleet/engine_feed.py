@@ -43,7 +43,7 @@ class EngineSource:
             "endpoint": self._backend.events,
             "connected": self.is_connected,
             "seq": self.last,
-            "blocks": self.blocks.num_blocks,
+            "blocks": len(self.blocks.keys),
             **self.counts,
             "unplaced": dict(self.blocks.counts),
         }

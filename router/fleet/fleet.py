@@ -63,7 +63,9 @@ class Fleet:
         self._on_down = on_down
 
     def add(self, backend: Backend) -> Replica:
-        replica = Replica(backend, self.config.timeouts.connect_s, self.config.backend_lines)
+        key = self.config.backend_api_key
+        key_line = b"" if key is None else f"authorization: Bearer {key}\r\n".encode()
+        replica = Replica(backend, self.config.timeouts.connect_s, key_line)
         self.replicas[backend.url] = replica
         return replica
 

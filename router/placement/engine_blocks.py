@@ -102,7 +102,7 @@ class EngineBlocks:
         self.counts: Counter[str] = Counter()  # blocks that could not be placed, by why
         self._fingerprint = fingerprint
         self._engine = engine
-        self._keys: dict[Hash, bytes] = {}
+        self.keys: dict[Hash, bytes] = {}
         # By tier, how many equal blocks there are: an engine keeps a block twice where two requests computed it at once, and
         # publishes both.
         self._held: defaultdict[str, Counter[Hash]] = defaultdict(Counter)
@@ -135,13 +135,9 @@ class EngineBlocks:
         """Return all that is known to be there, in place of what the placement has."""
         yield Hello(self._engine, "sha256", self._fingerprint, self.block_size, 0)
         runs = {
-            tier: b"".join([self._keys[name][:SHORT_KEY_BYTES] for name in held]) for tier, held in self._held.items()
+            tier: b"".join([self.keys[name][:SHORT_KEY_BYTES] for name in held]) for tier, held in self._held.items()
         }
         yield from snapshot(self.seq, runs)
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._keys)
 
     # -- events --------------------------------------------------------------------------------------------
 
@@ -154,7 +150,7 @@ class EngineBlocks:
             self.counts["partial"] += len(names)
             return
         if size != self.block_size:
-            if not self._keys and size > 0:
+            if not self.keys and size > 0:
                 raise OtherBlockSize(size)
             self.counts["other_size"] += len(names)
             return
@@ -172,13 +168,13 @@ class EngineBlocks:
         for name, key in zip(names, keys, strict=True):
             held[name] += 1
             if held[name] == 1:
-                self._keys[name] = key
+                self.keys[name] = key
                 changes.note(key[:SHORT_KEY_BYTES], True)
 
     def _root(self, event: StoredEvent) -> bytes | None:
         """Return what the first block's key is chained to; None if it stands behind an unknown block."""
         if event.parent_block_hash is not None:
-            parent = self._keys.get(event.parent_block_hash)
+            parent = self.keys.get(event.parent_block_hash)
             if parent is None:
                 self.counts["unknown_parent"] += len(event.block_hashes)
             return parent
@@ -195,22 +191,22 @@ class EngineBlocks:
             if held[name]:
                 continue
             del held[name]
-            changes.note(self._keys[name][:SHORT_KEY_BYTES], False)
+            changes.note(self.keys[name][:SHORT_KEY_BYTES], False)
             if not any(name in others for others in self._held.values()):
-                del self._keys[name]
+                del self.keys[name]
 
     def _clear(self) -> None:
         """Forget the device's blocks. Those of deeper tiers stay."""
         self._held.pop("device", None)
         kept: set[Hash] = set().union(*self._held.values())
-        self._keys = {name: key for name, key in self._keys.items() if name in kept}
+        self.keys = {name: key for name, key in self.keys.items() if name in kept}
 
     def _is_ours(self, event: StoredEvent | RemovedEvent) -> bool:
         return event.locality != "REMOTE" and self._group in (None, event.group_idx)
 
     def check(self) -> None:
         known: set[Hash] = set().union(*self._held.values())
-        assert known == self._keys.keys(), "a block is held without a key, or the other way round"
+        assert known == self.keys.keys(), "a block is held without a key, or the other way round"
         assert all(count > 0 for held in self._held.values() for count in held.values())
 
 

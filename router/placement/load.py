@@ -117,10 +117,6 @@ class LoadTable:
         row: int = lib.penstock_fleet_choose(self.c, num_tokens, now_s, sticky, rows, len(excluded))
         return row
 
-    def prediction(self, row: int) -> tuple[float, float, float]:
-        """Return what the last choice predicted: cached tokens, tokens queued ahead, and seconds to the first token."""
-        return self.c.cached[row], self.c.backlog[row], self.c.ttft[row]
-
     def learn(self, row: int, speed: float) -> None:
         self.speed[row] = speed
         self._unknown.discard(row)
@@ -247,7 +243,9 @@ class Charge:
 
     def __init__(self, load: ReplicaLoad, replica: str, num_tokens: int, now_s: float) -> None:
         """Charge the replica that was just chosen for the request."""
-        cached_tokens, self.ahead_tokens, self.predicted_ttft_s = load.table.prediction(load.row)
+        columns, row = load.table.c, load.row
+        cached_tokens: float = columns.cached[row]
+        self.ahead_tokens, self.predicted_ttft_s = columns.backlog[row], columns.ttft[row]
         self.replica = replica
         self.num_tokens = num_tokens
         self.predicted_cached_tokens = int(cached_tokens)
