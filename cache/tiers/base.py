@@ -67,14 +67,3 @@ def chunk_view(name: str, buffer: Any, chunk_bytes: int, *, to_fill: bool = Fals
     if chunk.nbytes != chunk_bytes or not chunk.c_contiguous:
         raise ValueError(f"{name}: {chunk.nbytes} bytes given; a chunk has {chunk_bytes} contiguous bytes")
     return chunk.cast("B")
-
-
-class JobTimes:
-    """The number and total duration of successful loads or stores."""
-
-    def __init__(self) -> None:
-        self.num, self.sum_s = 0, 0.0
-
-    def add(self, seconds: float) -> None:
-        self.num += 1
-        self.sum_s += seconds

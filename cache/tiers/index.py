@@ -47,10 +47,7 @@ class TierIndex:
     # -- lookups -------------------------------------------------------------------------------------------
 
     def store_of(self, key: bytes) -> str | None:
-        for name, keys in self.stored_keys.items():
-            if key in keys:
-                return name
-        return None
+        return next((name for name, keys in self.stored_keys.items() if key in keys), None)
 
     def ticket_of(self, key: bytes) -> int | None:
         return self._tickets.get(key)

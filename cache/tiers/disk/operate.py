@@ -39,25 +39,24 @@ USER_ERRORS = (CacheError,)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, summary in (
-        ("inspect", "Show the contents of a directory used as --kv-disk-path."),
-        ("verify", "Read and verify every record. Exits with code 1 if a record is bad."),
-        ("clear", "Remove all records. Other files are kept."),
+    for name, summary, act, done in (
+        ("inspect", "Show the contents of a directory used as --kv-disk-path.", _inspect, "inspected"),
+        ("verify", "Read and verify every record. Exits with code 1 if a record is bad.", _verify, "verified"),
+        ("clear", "Remove all records. Other files are kept.", _clear, "cleared"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument("directory", type=Path, metavar="DIR")
+        action.set_defaults(act=act, done=done)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the action on every namespace; return exit code 0, or 1 if a record is bad or a namespace failed."""
-    actions = {"inspect": (_inspect, "inspected"), "verify": (_verify, "verified"), "clear": (_clear, "cleared")}
-    act, done = actions[args.action]
     codes = []
     for path in _namespaces(args.directory):
         try:
-            codes.append(act(path))
+            codes.append(args.act(path))
         except (DirectoryInUse, CacheError, OSError) as error:
-            print(f"{path.name}: not {done}: {error}")
+            print(f"{path.name}: not {args.done}: {error}")
             codes.append(1)
     if not codes:
         print(f"no records below {args.directory}")

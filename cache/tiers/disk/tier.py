@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
+from penstock.cache.tiers.base import StoreResult, chunk_view
 from penstock.cache.tiers.disk.admission import AdmissionPolicy
 from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
 from penstock.cache.tiers.disk.catalog import Catalog
@@ -76,7 +76,7 @@ class DiskTier:
         self._counts: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()  # stores that were refused or failed, by reason
         self._failures: Counter[str] = Counter()  # failed calls, by errno or kind
-        self._stored, self._loaded = JobTimes(), JobTimes()
+        self._loads_s = self._stores_s = 0.0  # total durations of the successful ones
         self._storing: set[bytes] = set()
         self._store_s = 0.0  # moving average of the duration of a store
         self._results: list[StoreResult] = []
@@ -133,7 +133,7 @@ class DiskTier:
             return False
         cell = None
         if len(self._storing) >= self._max_storing:
-            reason = self._refusal_reason()
+            reason = "closed" if self._is_closed else "queue is full" if self._health.is_open else "bypassed"
         elif self._catalog.is_full and not self._admission.admits(key):
             reason = "not seen before"
         else:
@@ -156,11 +156,6 @@ class DiskTier:
         if self._store_s:
             room = min(room, int(NUM_WORKERS * self._limits.queue_s / self._store_s))
         return max(room, NUM_WORKERS)
-
-    def _refusal_reason(self) -> str:
-        if self._is_closed:
-            return "closed"
-        return "queue is full" if self._health.is_open else "bypassed"
 
     # -- loading -------------------------------------------------------------------------------------------
 
@@ -241,17 +236,17 @@ class DiskTier:
             "bypasses": self._health.num_bypasses,
             "scan_left": self._keeper.scan_left,
             "evictions": self._catalog.num_evictions,
-            "hits": self._loaded.num,
+            "hits": self._counts["loads"],
             "misses": self._counts["misses"],
-            "stores": self._stored.num,
-            "loaded_bytes": self._loaded.num * self._chunk_bytes,
-            "stored_bytes": self._stored.num * self._chunk_bytes,
+            "stores": self._counts["stores"],
+            "loaded_bytes": self._counts["loads"] * self._chunk_bytes,
+            "stored_bytes": self._counts["stores"] * self._chunk_bytes,
             "corrupt_reads": self._counts[CORRUPT],
             "stale_reads": self._counts[STALE],
             "drops": dict(self._drops),
             "failures": dict(self._failures),
-            "store_times": {"sum_s": self._stored.sum_s},
-            "load_times": {"sum_s": self._loaded.sum_s},
+            "store_times": {"sum_s": self._stores_s},
+            "load_times": {"sum_s": self._loads_s},
         }
 
     def check(self) -> None:
@@ -319,7 +314,8 @@ class DiskTier:
         self._storing.remove(job.key)
         if job.ok:
             self._store_s = 0.9 * self._store_s + 0.1 * job.seconds if self._store_s else job.seconds
-            self._stored.add(job.seconds)
+            self._counts["stores"] += 1
+            self._stores_s += job.seconds
             self._catalog.publish(job.cell, job.key, job.sequence)
         else:
             self._drops[job.reason] += 1
@@ -333,7 +329,8 @@ class DiskTier:
         if not loading[job.cell]:
             del loading[job.cell]
         if job.ok:
-            self._loaded.add(job.seconds)
+            self._counts["loads"] += 1
+            self._loads_s += job.seconds
         elif job.reason in _BAD_RECORD:
             self._counts[job.reason] += 1
             self._failure_log.add(time.monotonic(), job.reason)

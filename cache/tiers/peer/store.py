@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest as checksum
 
-from penstock.cache.tiers.base import JobTimes, StoreResult, chunk_view
+from penstock.cache.tiers.base import StoreResult, chunk_view
 from penstock.cache.tiers.health import STALLED, FailureLog, HealthLimits, TierHealth
 from penstock.cache.tiers.peer import wire
 from penstock.cache.tiers.peer.announced import AnnouncedKeys
@@ -102,7 +102,7 @@ class PeerTier:
         self._counts: Counter[str] = Counter()
         self._failure_log = FailureLog("a peer's blocks")
         self._failures: Counter[str] = Counter()  # failed loads, by reason
-        self._loaded = JobTimes()
+        self._loads_s = 0.0  # total duration of the successful ones
         self._busy_s = 0.0  # total time with a load in flight
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -168,8 +168,8 @@ class PeerTier:
             "entries": len(self._keys),
             "misses": counts["misses"],
             "ignored_keys": self._keys.num_ignored,
-            "hits": self._loaded.num,
-            "loaded_bytes": self._loaded.num * self._chunk_bytes,
+            "hits": counts["loads"],
+            "loaded_bytes": counts["loads"] * self._chunk_bytes,
             "corrupt_reads": counts["corrupt"],
             "late_reads": counts["after the deadline"],
             "refused": counts["refused"],
@@ -179,7 +179,7 @@ class PeerTier:
             "bypasses": self._health.num_bypasses,
             "loading": len(self._sent),
             "failures": dict(self._failures),
-            "load_times": {"sum_s": self._loaded.sum_s},
+            "load_times": {"sum_s": self._loads_s},
             "busy_s": self._busy_s,
         }
 
@@ -364,7 +364,8 @@ class PeerTier:
             self._record_failure(reason)
         else:
             self._health.record_success()
-            self._loaded.add(now_s - load.requested_s)
+            self._counts["loads"] += 1
+            self._loads_s += now_s - load.requested_s
             self._end(load)
 
     def _copy_payload(self, load: Load, message: wire.Block, payload: list[zmq.Frame]) -> str:
