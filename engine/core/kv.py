@@ -304,7 +304,8 @@ class Kv:
                 if known != page:
                     self._replaced.append(page)
                     table[block] = known
-                    kv.resend_from(group, block)
+                    kv.num_sent[group] = min(kv.num_sent[group], block)  # the next row sends the table again from here
+                    kv.has_news = True
         kv.num_registered = max(kv.num_registered, end)
 
     def keep_checkpoints(self, request: Request) -> None:

@@ -68,11 +68,6 @@ class RequestKv:
         self.has_news = False
         return first, blocks, tuple(others) if any(new for _, new in others) else (), reads, writes
 
-    def resend_from(self, group: int, block: int) -> None:
-        """Make the next row send the table again from this entry on."""
-        self.num_sent[group] = min(self.num_sent[group], block)
-        self.has_news = True
-
     def without_pages(self) -> "RequestKv":
         """Return what stays when all pages have been released."""
         return RequestKv(self.root, self.skips_cache, self.keys, reuse=self.reuse)
