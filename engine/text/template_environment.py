@@ -73,18 +73,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 def compile_templates(sources: Mapping[str, str]) -> dict[str, Callable[[dict[str, Any]], str]]:
     """Return a function for each template, by name, that renders it with the given variables. Compiling raises
     ModelError, rendering InvalidRequest."""
-    environment = template_environment()
-    return {name: partial(_render, _compile(environment, name, source)) for name, source in sources.items()}
-
-
-def template_environment() -> ImmutableSandboxedEnvironment:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
+    return {name: partial(_render, _compile(environment, name, source)) for name, source in sources.items()}
 
 
 def _tojson(

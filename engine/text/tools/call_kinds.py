@@ -187,10 +187,7 @@ class ObjectCalls(ToolFormat):
         while in_list or self.is_bare or self.closers.get(mark):
             yield from reader.skip_blanks()
             at = reader.at
-            if in_list:
-                end = at + (reader.text[at] == "]")
-            else:
-                end = yield from reader.passed(at, self.closers.get(mark, ""))
+            end = yield from reader.passed(at, "]" if in_list else self.closers.get(mark, ""))
             if end > at:
                 reader.skip(end)
                 mark, in_list = mark if in_list else "", False

@@ -31,8 +31,7 @@ NAMES = {
 
 def detect(source: str) -> Marks | None:
     """Return the reasoning marks in a chat template; None if there are none."""
-    known = (THINK, MISTRAL, SEED, GEMMA, HARMONY)
-    return next((marks for marks in known if marks.open in source or marks.close in source), None)
+    return next((marks for marks in NAMES.values() if marks.open in source or marks.close in source), None)
 
 
 class Thinking(NamedTuple):
