@@ -1,4 +1,4 @@
-"""Cases of the APIs: streams, tools, counts, seeds, stop strings, Responses and Messages."""
+"""Cases of the APIs: streams, counts, seeds, stop strings, Responses and Messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from .answers import AskResult
 from .asker import CHAT_PATH, MESSAGES_PATH, PATH, RESPONSES_PATH
 from .cases import CaseRun
 from .questions import in_form_of
-from .schema import FORCED, FORMATTED, TOOLS, errors_of
+from .schema import FORMATTED
 
 
-async def _both_ways(run: CaseRun, body: dict[str, Any], path: str = PATH) -> list[AskResult]:
+async def ask_both_ways(run: CaseRun, body: dict[str, Any], path: str = PATH) -> list[AskResult]:
     """Ask whole and streamed, expect one answer and return both."""
     whole = await run.ask_fresh(body, path)
     streamed = await run.ask_fresh({**body, "stream": True, "stream_options": {"include_usage": True}}, path)
@@ -30,23 +30,11 @@ def _expect_one_answer(run: CaseRun, whole: AskResult, other: AskResult, how: st
 
 
 async def stream_equals_whole(run: CaseRun) -> None:
-    await _both_ways(run, run.body(run.draw(run.block + 5), 24))
+    await ask_both_ways(run, run.body(run.draw(run.block + 5), 24))
     if "response_format" in run.abilities.supported:
-        await _both_ways(run, run.body(run.draw(run.block), 40, response_format=FORMATTED))
+        await ask_both_ways(run, run.body(run.draw(run.block), 40, response_format=FORMATTED))
     if "chat" in run.abilities.supported:
-        await _both_ways(run, run.chat(), CHAT_PATH)
-
-
-async def tool_arguments(run: CaseRun) -> None:
-    for name, schema in TOOLS.items():
-        for answer in await _both_ways(run, run.chat(**FORCED[name]), CHAT_PATH):
-            if not answer.is_done or answer.first.finish == "length":
-                continue
-            names = [call["name"] for call in answer.first.calls]
-            run.expect({*names} == {name}, "schema", f"calls of {names}, but {name} was forced")
-            for call in answer.first.calls:
-                wrong = errors_of(call["arguments"], schema)
-                run.expect(not wrong, "schema", f"{name}: {wrong}: {call['arguments']!r}")
+        await ask_both_ways(run, run.chat(), CHAT_PATH)
 
 
 async def usage_counts(run: CaseRun) -> None:
@@ -91,7 +79,7 @@ async def stop_at_chunk_border(run: CaseRun) -> None:
         if len(stop) < 4:
             continue
         expected = text[: text.index(stop)]
-        for answer in await _both_ways(run, run.body(prompt, 24, stop=[stop])):
+        for answer in await ask_both_ways(run, run.body(prompt, 24, stop=[stop])):
             found = answer.first.text
             # Another text that begins neither so nor with it took another token earlier, which is not this case's matter.
             is_related = found.startswith(expected) or expected.startswith(found)

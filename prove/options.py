@@ -47,6 +47,7 @@ class ProveOptions:
     stop: str | None = None
     start: str | None = None
     expect_restored: bool = False
+    against: str | None = None
     scripts: str | None = None
     log: str | None = None
     json: str | None = None
@@ -67,9 +68,9 @@ class ProveOptions:
             place = path if kind == "folder" and path.exists() else path.parent  # what is written into
             if getattr(self, name) and ((kind == "file" and path.is_dir()) or not os.access(f"{place}/", os.W_OK)):
                 raise ProveError(f"{name}: {path} given; a {kind} in a folder that can be written is expected")
-        for option, value in (("case", self.cases), ("scripts", self.scripts)):
+        for option, value in (("case", self.cases), ("scripts", self.scripts), ("against", self.against)):
             if value and self.faults:
-                raise ProveError(f"{option}: given; with --fault there are neither cases nor scripts")
+                raise ProveError(f"{option}: given; with --fault there are neither cases, scripts nor a second server")
         if (self.stop is None) != (self.start is None) or (self.restart and self.stop):
             raise ProveError("restart: --restart, or --stop and --start together, is expected")
         if self.expect_restored and not (self.restart or self.start):

@@ -89,7 +89,10 @@ def report_of(proof: Proof, result: dict[str, Any]) -> str:
             counts = [proof.counts[by, name, outcome] for outcome in shown]
             lines.append("".join([f"{name:18}", *(f"{count or '·':>10}" for count in counts)]))
         lines.append("")
-    lines += [f"case {name:22} {outcome}" for name, outcome in proof.cases.items()]
+    second = result.get("against", {})
+    for name, outcome in proof.cases.items():
+        there = f"   second server: {second['cases'].get(name, 'not asked')}" if second else ""
+        lines.append(f"case {name:22} {outcome}{there}")
     lines += [f"skipped: {skipped}" for skipped in proof.abilities.skipped]
     if proof.reached:
         lines.append("reached: " + ", ".join(f"{value:,.0f} {event}" for event, value in proof.reached.items()))
@@ -101,6 +104,10 @@ def report_of(proof: Proof, result: dict[str, Any]) -> str:
         lines.append(_TEXTS["not enough"].format(proof=proof, result=result, questions=len(proof.questions)))
     if proof.is_incomplete:
         lines.append("the run was ended early: this is what was found until then")
+    if second:
+        alike = ", ".join(f"{count} {outcome}" for outcome, count in second["answers_alone"].items()) or "none compared"
+        lines.append(f"second server, {second['url']}: {sum(second['findings'].values()) or 'no'} findings")
+        lines.append(f"answers of both servers, asked alone (a difference is no finding): {alike}")
     num_refused, num_left_out = len(result["refused"]), len(result["left_out"])
     lines.append(f"{result['coverage']}: {num_refused} refused by the server, {num_left_out} left out")
     lines.append(f"{len(proof.findings) or 'no'} findings in {result['seconds']} s")

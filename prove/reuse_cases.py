@@ -1,9 +1,13 @@
 """Cases of reuse, batching and context: the server's answer without reuse is the reference."""
 
+from dataclasses import replace
+
+from .answers import AskResult
 from .cases import CaseRun
 from .schema import FORMATTED, SCHEMA, errors_of
 
 CONTEXT_TOKENS = 8  # generated after a full context
+LONG_TOKENS, STEP_TOKENS = 128, 24  # of an answer whose numbers are computed again, at every so many tokens
 
 
 async def vllm_55766(run: CaseRun) -> None:
@@ -120,6 +124,26 @@ async def neighbours(run: CaseRun) -> None:
     fresh = [{**body, **await run.proof.fresh()} for body in bodies]
     for reference, answer in zip(references, await run.ask_together(fresh), strict=True):
         run.expect_same(reference, answer, "eight at once, without reuse")
+
+
+async def sglang_35938(run: CaseRun) -> None:
+    prompt = run.draw(run.block + 3)
+    most = min(LONG_TOKENS, (run.abilities.context or 4096) - len(prompt))
+    body = run.body(prompt, run.abilities.most_tokens or most)
+    alone = await run.ask_fresh(body)
+    for num_others in (1, 3, 7):
+        others = [run.body(run.draw(run.block * (1 + index % 4) + index), 24) for index in range(num_others)]
+        answer, *_ = await run.ask_together([{**body, **await run.proof.fresh()}, *others])
+        run.expect_same(alone, answer, f"beside {num_others} others")
+    decoded = alone.first
+    for at in range(STEP_TOKENS - 1, len(decoded.ids) - 1, STEP_TOKENS):
+        again = await run.ask_fresh(run.body([*prompt, *decoded.ids[:at]], 1))
+        parts = {name: getattr(decoded, name)[at : at + 1] for name in ("ids", "tokens", "values", "tops")}
+        choice = replace(decoded, **parts, text=again.first.text, finish=again.first.finish)
+        token = AskResult(200, {0: choice}, is_done=alone.is_done)
+        run.expect_same(
+            token, again, f"token {len(prompt) + at}, decoded and computed from a prompt that ends before it"
+        )
 
 
 async def ollama_18107(run: CaseRun) -> None:

@@ -44,7 +44,7 @@ from tests.support.refusals import cases, hardest
 # Defects that only the load finds. The slow suite plants all.
 FAST = ["full-pool", "finish-lost", "blocks-held"]
 # A defect that each case finds, where it is another than positions that are shifted after a hit.
-CULPRITS: dict[str, str] = dict(cases(__file__, "culprits"))
+CULPRITS: list[tuple[str, str]] = cases(__file__, "culprits")
 
 
 def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_a_fault_of_the_disk_spares_a_file_that_is_about_to_be_renamed(tmp_path:
 
 def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
     server = ReferenceServer()
-    result = proven(server)
+    result = proven(server, exact=True)
     printed = capsys.readouterr().out
     assert result["findings"] == {} and result["answers"]["same"] > 200
     assert json.loads(printed.splitlines()[-1]) == result
@@ -102,11 +102,47 @@ def test_every_defect_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"kill rate: {len(DEFECTS)} of {len(DEFECTS)}, 0 false alarms" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", session.CASES)
-def test_every_case_finds_a_defect_alone(case: str) -> None:
-    defect = CULPRITS.get(case, "positions-shifted")
-    result = proven(ReferenceServer(defect), cases=(case,))
+OTHERS = session.CASES.keys() - dict(CULPRITS)
+
+
+@pytest.mark.parametrize(("case", "defect"), CULPRITS + [(case, "positions-shifted") for case in sorted(OTHERS)])
+def test_every_case_finds_a_defect_alone(case: str, defect: str) -> None:
+    result = proven(ReferenceServer(defect), cases=(case,), exact=case == "sglang-35938")
     assert [*result["cases"]] == [case] and DEFECTS[defect] in result["findings"]
+
+
+@pytest.mark.parametrize(
+    ("there", "has", "alike"),
+    [
+        (ReferenceServer("seed-ignored"), "has it too", {"same"}),
+        (ReferenceServer(), "does not have it", {"same"}),
+        (ReferenceServer("messages-without-system", without=["seed"]), "could not be asked", {"same"}),
+        (ReferenceServer(has_ties=True, weights=1), "does not have it", {"other tokens"}),
+    ],
+)
+def test_each_finding_says_whether_a_second_server_shares_it(
+    there: ReferenceServer, has: str, alike: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def inside() -> dict[str, Any]:
+        async with ReferenceServer("seed-ignored") as url, there as url2:
+            names, junit = ("seed-repeats", "usage-counts"), str(tmp_path / "junit")
+            return await session.prove(url, "stand-in", ProveOptions(cases=names, against=url2, junit=junit))
+
+    result = asyncio.run(inside())
+    printed = capsys.readouterr().out
+    assert result["findings"] == {"seed": 1} and result["against"]["model"] == MODEL
+    assert f"seeded outputs changed when repeated (the second server {has})" in printed
+    assert f"(the second server {has})" in (tmp_path / "junit").read_text()
+    assert result["against"]["cases"]["usage-counts"] == "no findings" and "second server: no findings" in printed
+    assert {*result["against"]["answers_alone"]} == alike
+    assert sum(result["against"]["findings"].values()) == (has == "has it too")
+
+
+def test_a_second_server_that_does_not_answer_is_refused_before_the_run() -> None:
+    server = ReferenceServer()
+    with pytest.raises(ProveError, match="^against: 127.0.0.1:1/v1/models answers nothing"):
+        proven(server, against="http://127.0.0.1:1")
+    assert not any("response_format" in body and "tools" in body for _, _, body in server.requests)
 
 
 def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:

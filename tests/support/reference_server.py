@@ -16,7 +16,7 @@ import shlex
 import struct
 import sys
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -85,20 +85,28 @@ class Prompt(NamedTuple):
 class ReferenceServer:
     """`async with ReferenceServer(defect) as url`. `without`: fields that it refuses. `is_lax`: any field is accepted,
     salts mean nothing, and `cache_prompt` turns reuse off. `has_ties`: beside others it takes the second of two tokens
-    that are nearly as likely."""
+    that are nearly as likely. `weights`: another number is another model."""
 
     def __init__(
-        self, defect: str = "", *, without: Sequence[str] = (), is_lax: bool = False, has_ties: bool = False
+        self,
+        defect: str = "",
+        *,
+        without: Sequence[str] = (),
+        is_lax: bool = False,
+        has_ties: bool = False,
+        weights: int = 0,
+        port: int = 0,
     ) -> None:
         assert defect in ("", *DEFECTS), defect
         self.defect, self.without, self.is_lax, self.has_ties = defect, without, is_lax, has_ties
+        self.weights, self._port = weights, port
         self.pool, self.running, self.most_running = Pool(), list[Prompt](), 0
         self.requests: list[tuple[str, dict[str, str], Any]] = []  # path, headers and body of each request
         self._num_held = self._num_reused = self._num_answers = 0
         self._open: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> str:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self._port)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,7 +121,7 @@ class ReferenceServer:
             while True:
                 first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
                 headers = dict(line.split(": ", 1) for line in lines)
-                content = await reader.readexactly(int(headers["Content-Length"]))
+                content = await reader.readexactly(int(headers.get("Content-Length", 0)))
                 path = first.split()[1]
                 self.requests.append((path, headers, json.loads(content or b"{}")))
                 await self.answer(path, self.requests[-1][2], reader, writer)
@@ -192,7 +200,7 @@ class ReferenceServer:
         blocks = [self.pool.use(block) for block in cached]
         blocks += [self.pool.take() for _ in range(needed - len(cached))]
         start = len(cached) * BLOCK
-        entry = self.pool.kv[blocks[len(cached) - 1]][-1] if cached else _hash(len(adapter))
+        entry = self.pool.kv[blocks[len(cached) - 1]][-1] if cached else _hash(len(adapter) + self.weights)
         shift = int(self.defect == "positions-shifted" and bool(cached))
         for position in range(start, len(ids)):
             entry = _hash(entry, ids[position], position + shift)
@@ -227,7 +235,8 @@ class ReferenceServer:
             if self.defect == "json-cut-beside-others" and len(self.running) > 4:
                 text = text[:-1]
             pieces = re.findall(r".{1,3}", text)
-        for number in range(most if pieces is None else len(pieces)):
+        entry = self.pool.kv[prompt.blocks[-1]][-1]
+        for number in range(most if pieces is None else min(most, len(pieces))):
             await asyncio.sleep(0)
             other = next((each for each in self.running if each is not prompt), None)
             state = self.state(prompt, own)
@@ -247,11 +256,14 @@ class ReferenceServer:
                 logprob -= 0.05
             if self.defect == "batch-noise" and other is not None:
                 logprob -= 0.5
+            if self.defect == "decode-rounds" and number > 40:
+                logprob -= 1e-6
             is_nan = (
                 self.defect == "nan-after-hit" and prompt.num_cached and 4 <= len(prompt.ids) - prompt.num_cached <= 10
             )
             token = tokenize(text)[0] if pieces is None else zlib.crc32(text.encode()) % 1000
-            own.append(_hash(state, token, number))
+            entry = _hash(entry, token, len(prompt.ids) + number)  # as if the token had been part of the prompt
+            own.append(entry)
             yield Token(text, token, None if is_nan else logprob, VOCABULARY[(choice + 1) % len(VOCABULARY)])
         if self.defect == "n-writes-into-prompt" and index:
             self.pool.kv[prompt.blocks[0]][-1] = own[-1]
@@ -332,14 +344,14 @@ class Answer:
                     end = len(text) - (0 if self.server.defect == "stop-string-leaks" else held)
                     await self._event(self.choice(index, text[sent:end], [token], None, len(tokens)))
                     sent = end
-            if self.schema is not None and finish == "length":
-                finish = "stop"
+            if self.schema is not None and finish == "length" and len(tokens) < self.most:
+                finish = "end"
             reused = self.server._num_reused
             last: str | None = finish
             if prompt.num_cached and self.server.defect == "finish-lost" and reused % 20 == 19:
                 last = None
             if self.is_stream:
-                more = tokens[-1:] if finish == "stop" and self.schema is None else []
+                more = tokens[-1:] if finish == "stop" else []
                 await self._event(self.choice(index, text[sent:], more, last, len(tokens)))
             choices.append(self.choice(index, text, tokens, last, 0))
         usage = self._usage(prompt, num_tokens)
@@ -360,7 +372,7 @@ class Answer:
 
     def choice(self, index: int, text: str, tokens: Sequence[Token], finish: str | None, number: int) -> dict[str, Any]:
         """Return a choice, whole (number 0) or the event of its token with this number."""
-        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": finish}
+        made: dict[str, Any] = {"index": index, "text": text, "finish_reason": "stop" if finish == "end" else finish}
         if self.body.get("return_token_ids"):
             made["token_ids"] = [token.id for token in tokens]
         if self.body.get("logprobs"):
@@ -404,6 +416,14 @@ class ChatAnswer(Answer):
         self.tool = body["tools"][0]["function"] if body.get("tools") else None
         if self.tool is not None:
             self.schema = self.tool["parameters"]
+        if "max_tokens" not in body:
+            self.most = max(1, CONTEXT - len(self.ids()))
+
+    async def run(self) -> None:
+        if self.server.defect == "cut-call-refused" and self.tool is not None and self.most < 16:
+            write(self.writer, {"error": {"message": "the call is not JSON"}}, "400 Bad Request")
+        else:
+            await super().run()
 
     def ids(self) -> list[int]:
         return _templated(self.body["messages"])
@@ -416,6 +436,7 @@ class ChatAnswer(Answer):
             content = [{"token": token, "logprob": value, "top_logprobs": _tops(top)} for token, value, top in pairs]
             made["logprobs"] = {"content": content}
         message: dict[str, Any] = {"role": "assistant", "content": None}
+        mark = "</think>" if defect == "think-mark-left" else ""
         if self.tool is not None:
             text = "" if defect == "tool-chunk-lost" and number == 4 else text
             text = text.replace('\\"', "'") if defect == "quotes-lost-in-delta" and number else text
@@ -423,14 +444,17 @@ class ChatAnswer(Answer):
                 text = "" if number else text[:-1]
             name = "another" if defect == "tool-renamed" else self.tool["name"]
             message["tool_calls"] = [{"index": 0, "function": {"name": name if number < 2 else "", "arguments": text}}]
-            made["finish_reason"] = finish and "tool_calls"
+            hidden = {"cut-call-hidden": "length", "stop-in-call-hidden": "stop"}.get(defect)
+            if finish is not None and finish in ("end", hidden):
+                made["finish_reason"] = "tool_calls"
+            message["content"] = "</tool_call>" if finish and defect == "call-mark-left" else None
         elif number:
             part = "reasoning_content" if number <= NUM_REASONING else "content"
             is_lost = defect == ("reasoning-lost" if part == "reasoning_content" else "chunk-lost")
-            message[part] = "" if is_lost and number % 5 == 1 else text
+            message[part] = "" if is_lost and number % 5 == 1 else mark * (number == NUM_REASONING + 1) + text
         else:
             cut = len("".join(token.text for token in tokens[:NUM_REASONING]))
-            message |= {"reasoning_content": text[:cut], "content": text[cut:]}
+            message |= {"reasoning_content": text[:cut], "content": mark + text[cut:]}
         return {**made, "delta" if number else "message": message}
 
 
@@ -499,7 +523,9 @@ APIS = {
 def self_test(prove: Prove, options: Any) -> int:
     """Prove this server without a defect and with each one; print what was found, and how. Return 0 if every defect was
     found without a false alarm, and 1 otherwise."""
-    alarms = asyncio.run(find_defect(prove, options, ""))["findings"]
+    alarms = Counter[str]()
+    for exact in (False, True):
+        alarms += asyncio.run(find_defect(prove, replace(options, exact=exact), ""))["findings"]
     print(f"{'(no defect)':32} {'false alarm: ' + str(dict(alarms)) if alarms else 'no findings'}", flush=True)
     num_found = 0
     for name, expected in DEFECTS.items():
@@ -518,6 +544,7 @@ async def find_defect(prove: Prove, options: Any, defect: str) -> dict[str, Any]
     async with ReferenceServer(defect) as url:
         timeout_s = 2.0 if defect == "hang" else 60.0  # a busy machine is no hang
         fast = {"requests": 160, "rate": 2000.0, "timeout": timeout_s}
+        fast |= {"exact": True} if defect == "decode-rounds" else {}
         restart = {"restart": restart_command(url), "expect_restored": True}
         with contextlib.redirect_stdout(io.StringIO()):
             return await prove(url, defect, replace(options, **fast, **restart))
