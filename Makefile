@@ -12,13 +12,14 @@ make mutants      random changes of the product that no fast test notices    SEE
 make size         lines per room beside their budgets
 make bench        figures of this checkout on a CPU                        BENCH=benchmarks/bench_ring.py
 make dist         sdist and wheel; make prove-wheel: the wheel penstock-prove
+make grid         penstock prove over several servers, as a table       ARGS='--server NAME=COMMAND ...'
 make gpu-first    kernels, graphs and decoding on this machine's GPU       OUTPUT=results/today
 make gpu          whole models on it; make gpu-wheels: the packages that a machine without a network needs
 make fmt          format the code
 make clean        delete .venv and what was built
 endef
 export HELP
-.PHONY: help clean serve test nightly soak mutants check size bench dist prove-wheel gpu gpu-first gpu-wheels fmt
+.PHONY: help clean serve test nightly soak mutants check size bench dist prove-wheel grid gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -109,6 +110,10 @@ prove-wheel: $(TOOLS)
 	sed -n 's/^__version__ = "\(.*\)"/\1/p' src/penstock/__init__.py > $(PROVE_WHEEL)/VERSION
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist $(PROVE_WHEEL) > $(PROVE_WHEEL)/log 2>&1 || { cat $(PROVE_WHEEL)/log; exit 1; }
 	ls dist/penstock_prove-*
+
+# The commands of the servers are in docs/decisions/server-as-reference.md.
+grid: $(INSTALLED) $(EXTENSION) $(MODEL)
+	@$(BIN)/python -m tests.grid $(ARGS)
 
 # On a GPU machine, with its own python and torch: nothing is installed. First what fits into ten minutes, then the rest;
 # a line for each rung goes to OUTPUT/ladder.jsonl (docs/benchmarks.md).
