@@ -212,14 +212,6 @@ def test_a_room_is_a_symlink_in_the_package_and_its_folders_are_packages(room: s
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-# The most lines of our own files that importing a module may load, and modules that must not be among them though its
-# part may import theirs.
-CLOSURES: dict[str, tuple[int, set[str]]] = {
-    "engine.core.scheduler": (3_750, {"executor.loading", "executor.models", "executor.process_life"}),
-    "engine.core.engine_core": (4_320, set()),
-    "engine.server.app": (10_500, {"engine.front.client", "executor.process_life"}),
-    "router.app": (7_350, {"engine.model_files", "engine.sampling_params", "engine.vllm_options", "executor.protocol"}),
-}
 LOADED_FILES = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
@@ -228,9 +220,9 @@ print(*(f"{name}={file}" for name, file in ours.items() if file))
 """
 
 
-@pytest.mark.parametrize("module", CLOSURES)
+@pytest.mark.parametrize("module", _RULES["closures"])
 def test_importing_a_module_loads_little_else(module: str) -> None:
-    limit, excluded = CLOSURES[module]
+    limit, excluded = _RULES["closures"][module]
     loaded = dict(entry.split("=", 1) for entry in printed(LOADED_FILES, f"penstock.{module}").split())
     names = {name.removeprefix("penstock."): Path(file) for name, file in loaded.items()}
     size = sum(file.read_text().count("\n") for file in names.values() if file.suffix == ".py")
@@ -250,15 +242,6 @@ def importing(*rooms: str) -> str:
     return "\n".join(f"import penstock.{module.name}" for module in modules() if module.room in rooms)
 
 
-# Code that runs, one after the other, without torch and the packages that it loads.
-LIGHT = {
-    "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
-    "every module of engine, cache, router and prove": importing("engine", "cache", "router", "prove"),
-    "the executor's protocol": "import penstock.executor.protocol",
-    "penstock --help": "program(['--help'])",
-    "penstock serve --help": "program(['serve', '--help'])",
-    "penstock route --help": "program(['route', '--help'])",
-}
 RUN_A_PROGRAM = """
 def program(words):
     from penstock.cli import main
@@ -272,7 +255,9 @@ def program(words):
 
 def test_torch_and_transformers_are_not_loaded_by_light_modules_and_programs() -> None:
     checked = "\nloaded = {'torch', 'transformers', 'triton'} & {*sys.modules}\nassert not loaded, (%r, loaded)\n"
-    modules_in_a_fresh_process(RUN_A_PROGRAM + "".join(f"{code}{checked % name}" for name, code in LIGHT.items()))
+    every = importing("engine", "cache", "router", "prove")
+    light = _RULES["light"] | {"every module of engine, cache, router and prove": every}
+    modules_in_a_fresh_process(RUN_A_PROGRAM + "".join(f"{code}{checked % name}" for name, code in light.items()))
 
 
 def test_a_start_loads_no_package_that_it_needs_later() -> None:

@@ -34,6 +34,7 @@ from tests.support.refusals import cases, table
 _FLAGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 VALUES: dict[str, str] = _FLAGS["values"]  # for flags whose type does not tell a value
 NEEDS: dict[str, list[str]] = _FLAGS["needs"]  # what a flag needs beside it
+READERS: dict[str, list[str]] = _FLAGS["readers"]  # the files that read the options of other commands
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -99,15 +100,6 @@ def test_every_option_changes_what_is_started(
     if action.dest in ("kv_disk_path", "kv_disk_bytes"):  # neither goes without the other
         without = [*needs, action.option_strings[-1], "2GiB" if action.dest == "kv_disk_bytes" else "/elsewhere"]
     assert start(*needs, *words(action)) != start(*without)
-
-
-READERS = {
-    "bench": ["engine/commands/bench/*.py"],
-    "cache": ["cache/tiers/disk/operate.py"],
-    "chat": ["engine/commands/terminal_chat.py"],
-    "models": ["engine/commands/models.py"],
-    "prove": ["prove/*.py"],
-}
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,5 +1,7 @@
-"""Clients take turns in the queue, by the tokens that they use. Time is counted in steps of the oracle executor."""
+"""Clients take turns in the queue, by the tokens that they use, and which requests are of one client. Time is counted in steps of
+the oracle executor."""
 
+import contextlib
 import random
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -7,6 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.engine.core import fair_queue
+from tests.support.refusals import cases
+from tests.support.router_fleet import running_router
+from tests.support.running_server import running
 from tests.support.simulation import World, submit
 
 
@@ -33,20 +38,8 @@ class Sent(NamedTuple):
     max_tokens: int = 1
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        ([Sent("")] * 4, "0123"),
-        ([Sent("A")] * 3 + [Sent("B")] * 3, "031425"),
-        ([Sent("A", 16)] * 2 + [Sent("B", 4)] * 5, "0234516"),  # four short prompts cost what a long one does
-        ([Sent("A", 4, max_tokens=13)] * 2 + [Sent("B", 4)] * 5, "0234516"),  # as tokens of an answer do
-        ([Sent("A")] * 3 + [Sent("")] * 2, "03142"),  # those without a name are one client
-        ([Sent("A")] * 3 + [Sent("B", priority=1)] * 2, "01234"),
-        ([Sent("A", 4, priority=1), Sent("A", 40), Sent("B", 4, priority=1), Sent("B", 4)], "1320"),
-    ],
-    ids=["one client", "turns", "prompts", "answers", "unnamed", "urgent first", "both priorities"],
-)
-def test_clients_take_turns_by_the_tokens_that_they_use(sent: list[Sent], expected: str) -> None:
+@pytest.mark.parametrize(("name", "sent", "expected"), cases(__file__, "turns of clients", Sent=Sent))
+def test_clients_take_turns_by_the_tokens_that_they_use(name: str, sent: list[Sent], expected: str) -> None:
     world = one_by_one(enable_prefix_caching=False)
     for number, (client, num_prompt, priority, max_tokens) in enumerate(sent):
         options = {"priority": priority, "client": client.encode()}
@@ -82,14 +75,7 @@ def test_an_idle_client_has_no_advantage_later_and_use_of_a_free_engine_is_no_de
     assert "".join(name[0] for name in begun[begun.index("B1") :][:8]) == "BABABABA"
 
 
-@pytest.mark.parametrize(
-    ("client", "priority", "num_waiting", "planned"),
-    [
-        ("B", 0, 1, [("B", 0, 3), ("B", 0, 3), ("A", 10, 4)]),
-        ("B", 1, 0, [("A", 10, 10)]),
-        ("A", -1, 1, [("A", 10, 10)]),
-    ],
-)
+@pytest.mark.parametrize(("client", "priority", "num_waiting", "planned"), cases(__file__, "requests that overtake"))
 def test_requests_overtake_a_long_prompt_of_a_client_that_has_used_more(
     client: str, priority: int, num_waiting: int, planned: list[tuple[str, int, int]]
 ) -> None:
@@ -186,3 +172,32 @@ def test_a_flood_of_long_prompts_does_not_hold_up_other_clients() -> None:
     assert queued.p95 > 20 * fair.p95 and fair.p95 <= 4
     assert fair.num_steps <= 1.02 * queued.num_steps and fair.flood_ends <= 1.1 * queued.flood_ends
     assert flooded(has_names=True, num_others=0) == flooded(has_names=False, num_others=0)
+
+
+KEYS = ("sk-1", "sk-2")
+BY_SESSION = [{}, {}, {"x-session-id": "a"}, {"x-session-id": "b"}, {"x-session-id": "a"}]
+BY_KEY = [{"x-api-key": key, "x-session-id": session} for key, session in zip("1221", "aaba", strict=True)]
+
+
+NAMES = {"KEYS": KEYS, "BY_SESSION": BY_SESSION, "BY_KEY": BY_KEY}
+
+
+@pytest.mark.parametrize(
+    ("which", "keys", "router_keys", "headers", "expected"), cases(__file__, "clients of requests", **NAMES)
+)
+def test_requests_are_told_apart_by_key_and_without_keys_by_session(
+    which: str, keys: tuple[str, ...], router_keys: tuple[str, ...] | None, headers: list[dict[str, str]], expected: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(api_keys=keys))
+        http = server.http
+        if router_keys is not None:
+            backend_key = keys[0] if keys else None
+            router = running_router(server.url, api_keys=router_keys, backend_api_key=backend_key)
+            http = stack.enter_context(router).http
+        for each in headers:
+            sent = each | ({"x-api-key": f"sk-{each['x-api-key']}"} if "x-api-key" in each else {})
+            body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+            assert http.post("/v1/completions", json=body, headers=sent).status_code == 200
+    clients = [options["client"] for *_, options in server.engine.submitted]
+    assert "".join(str(list(dict.fromkeys(clients)).index(client)) for client in clients) == expected

@@ -5,6 +5,7 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root, page_key
 from penstock.executor.protocol import GroupInfo
 from tests.support.flaky_store import FlakyStore
+from tests.support.refusals import cases
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
 FULL = GroupInfo()
@@ -137,13 +138,5 @@ def forget(world: World, prompt: list[int], blocks: list[int], group: int) -> No
         pool.release((place,))
 
 
-SHAPES: list[tuple[GroupInfo, ...]] = [
-    (WINDOW,),
-    (GroupInfo("window", 2),),
-    (FULL, WINDOW),
-    (FULL, FULL, WINDOW, WINDOW, GroupInfo("window", 5)),
-    (FULL, STATE),
-    (FULL, GroupInfo("state", pages=1)),
-    (FULL, WINDOW, GroupInfo("state", pages=5)),
-    (WINDOW, STATE),
-]
+NAMES = {"GroupInfo": GroupInfo, "FULL": FULL, "WINDOW": WINDOW, "STATE": STATE}
+SHAPES: list[tuple[GroupInfo, ...]] = cases(__file__, "groups of layers", **NAMES)

@@ -19,6 +19,7 @@ from penstock.engine.config import ConfigError
 from penstock.engine.invalid_request import InvalidRequest
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle_engine import oracle_llm
+from tests.support.refusals import cases
 
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
 CHAT: list[dict[str, Any]] = [
@@ -50,7 +51,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def basic(llm: LLM) -> None:
+def test_a_script_of_texts_runs(llm: LLM) -> None:
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     outputs = llm.generate(PROMPTS, sampling_params)
     for output, prompt in zip(outputs, PROMPTS, strict=True):
@@ -59,7 +60,7 @@ def basic(llm: LLM) -> None:
         assert output.prompt_token_ids == list(prompt.encode())
 
 
-def token_ids(llm: LLM) -> None:
+def test_a_script_of_token_ids_runs(llm: LLM) -> None:
     ids: list[list[int]] = [llm.get_tokenizer().encode(prompt) for prompt in PROMPTS]
     one = llm.generate(ids[0], SamplingParams(temperature=0))
     many = llm.generate(
@@ -68,7 +69,7 @@ def token_ids(llm: LLM) -> None:
     assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids and len(many) == 3
 
 
-def dictionaries(llm: LLM) -> None:
+def test_a_script_of_dictionaries_runs(llm: LLM) -> None:
     prompts: list[Any] = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": [1, 2, 3]}, "plain"]
     outputs = llm.generate(prompts)
     assert [len(output.outputs) for output in outputs] == [1, 1, 1]
@@ -77,7 +78,7 @@ def dictionaries(llm: LLM) -> None:
     assert len(llm.generate([TextPrompt(prompt="a"), TextPrompt(prompt="b")])) == 2
 
 
-def log_probabilities(llm: LLM) -> None:
+def test_a_script_reads_log_probabilities(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (output,) = llm.generate(PROMPTS[0], params)
     choice = output.outputs[0]
@@ -93,7 +94,7 @@ def log_probabilities(llm: LLM) -> None:
         assert one.prompt_logprobs == expected
 
 
-def chat(llm: LLM) -> None:
+def test_a_script_chats(llm: LLM) -> None:
     outputs = llm.chat(CHAT, sampling_params=SamplingParams(max_tokens=4), use_tqdm=False)
     assert bytes(outputs[0].prompt_token_ids).decode() == "system: You are a helpful assistant\nuser: Hello\n"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
@@ -104,7 +105,7 @@ def chat(llm: LLM) -> None:
     assert b'"name": "weather"' in bytes(shown.prompt_token_ids), "the template knows no tools"
 
 
-def defaults(llm: LLM) -> None:
+def test_a_script_changes_the_defaults_of_the_models_authors(llm: LLM) -> None:
     sampling_params = llm.get_default_sampling_params()
     assert sampling_params.temperature == 0.6
     sampling_params.max_tokens, sampling_params.top_k = 3, 5
@@ -115,7 +116,7 @@ def defaults(llm: LLM) -> None:
     assert sampling_params.seed is None
 
 
-def own_template(llm: LLM) -> None:
+def test_a_script_renders_its_template_itself(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert llm.generate([text], SamplingParams(max_tokens=3))[0].prompt == text
@@ -126,14 +127,14 @@ def own_template(llm: LLM) -> None:
     assert tokenizer.batch_decode([[97, 98], [99]], skip_special_tokens=True) == ["ab", "c"]
 
 
-def structured(llm: LLM) -> None:
+def test_a_script_asks_for_structured_outputs(llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
     assert llm.generate("Is it?", sampling_params=params)[0].outputs[0].text in ("Positive", "Negative")
     params = SamplingParams(structured_outputs={"regex": "[0-9]{4}"}, max_tokens=10)  # type: ignore[arg-type]
     assert llm.generate("A year:", params)[0].outputs[0].text.isdigit()
 
 
-def progress(llm: LLM) -> None:
+def test_a_script_has_a_progress_bar_of_its_own(llm: LLM) -> None:
     bars: list[Any] = []
 
     def make(**settings: Any) -> Any:
@@ -144,54 +145,15 @@ def progress(llm: LLM) -> None:
     assert bars[0].n == len(PROMPTS)
 
 
-def penalties(llm: LLM) -> None:
-    params = SamplingParams(
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        min_tokens=2,
-        logit_bias={65: 5.0},
-        allowed_token_ids=[65, 66, 67],
-        skip_special_tokens=False,
-        detokenize=True,
-    )
+def test_a_script_sets_penalties(llm: LLM) -> None:
+    params = SamplingParams(**dict(cases(__file__, "penalties and limits of a script")))
     assert set(llm.generate(PROMPTS[0], params)[0].outputs[0].text) <= set("ABC")
 
 
-SCRIPTS = (
-    *(basic, token_ids, dictionaries, log_probabilities, chat, defaults, own_template, structured, progress),
-    penalties,
-)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_script_runs_with_its_import_changed(llm: LLM, script: Callable[[LLM], None]) -> None:
-    script(llm)
-
-
-# Their calls that do not exist here, and a word of the error.
-REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
-    "beam search": (lambda llm: llm.beam_search([{"prompt": "a"}], None), AttributeError, "beam_search"),
-    "encode": (lambda llm: llm.encode(PROMPTS, pooling_task="token_embed"), AttributeError, "encode"),
-    "reward": (lambda llm: llm.reward(PROMPTS), AttributeError, "reward"),
-    "the engine within": (lambda llm: llm.llm_engine.model_config, AttributeError, "llm_engine"),
-    "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
-    "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "lora_request"),  # type: ignore[call-arg]
-    "an adapter's name": (lambda llm: llm.generate("a", lora_request="x"), InvalidRequest, "str given; a LoRARequest"),  # type: ignore[arg-type]
-    "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "prompt_token_ids"),  # type: ignore[call-arg]
-    "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "pooling_params"),  # type: ignore[call-arg]
-    "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),  # type: ignore[call-arg]
-    "images": (lambda llm: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}), InvalidRequest, "multi"),
-    "best of": (lambda _: SamplingParams(n=1, best_of=4), TypeError, "best_of"),  # type: ignore[call-arg]
-    "bad words": (lambda _: SamplingParams(bad_words=["no"]), TypeError, "bad_words"),  # type: ignore[call-arg]
-    "guided decoding": (lambda _: SamplingParams(guided_decoding={}), TypeError, "guided_decoding"),  # type: ignore[call-arg]
-    "a misspelt parameter": (lambda _: SamplingParams(temprature=1), TypeError, "temprature"),  # type: ignore[call-arg]
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name(llm: LLM, case: str) -> None:
-    call, kind, word = REFUSED[case]
+@pytest.mark.parametrize(("name", "call", "kind", "word"), cases(__file__, "calls that do not exist here", **globals()))
+def test_what_is_not_served_is_refused_by_name(
+    llm: LLM, name: str, call: Callable[[LLM], Any], kind: type[Exception], word: str
+) -> None:
     with pytest.raises(kind, match=word):
         call(llm)
 

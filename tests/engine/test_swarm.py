@@ -26,6 +26,7 @@ from tests.engine.test_groups import SHAPES
 from tests.engine.test_peers import connected, name_of_peer
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import content_folder
+from tests.support.refusals import cases
 from tests.support.simulation import BLOCK_SIZE, CoreRig, random_drafts, random_request
 
 NUM_STEPS = 200
@@ -33,30 +34,9 @@ SEED = "SWARM_SEED"  # environment variable: the seed of the only world to run
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 
-# The share of worlds that have a feature.
-FEATURES = {
-    "pressure": 0.6,  # requests are preempted again and again
-    "groups": 0.7,  # other layers than those with full attention
-    "drafts": 0.6,
-    "stubborn drafts": 0.5,  # wrong ones do not make them rarer
-    "host": 0.6,
-    "store": 0.8,  # beneath the host
-    "peer": 0.1,  # a second engine, and each of them reads what the other has
-    "pauses": 0.3,  # also sleep, and other weights
-    "adapters": 0.3,
-    "resets": 0.3,
-    "impatience": 0.3,
-    "watcher": 0.5,  # of the cache's content
-}
-# How often these events happen in a hundred worlds at least.
-REACHED = {
-    **dict.fromkeys(("finished", "hits", "drafted", "accepted", "saves", "evictions"), 1000),
-    **dict.fromkeys(("aborted", "preempted", "restores", "stores", "hits_host", "reported", "drops_host_full"), 300),
-    **dict.fromkeys(
-        ("rejected", "drops_disk", "hits_disk", "loads_disk", "update", "load", "unload", "recomputed"), 60
-    ),
-    **dict.fromkeys(("reset", "pause", "resume", "sleep", "wake", "failed_loads_disk", "hits_peer"), 20),
-}
+# The share of worlds that have a feature, and how often events happen in a hundred worlds at least.
+FEATURES: dict[str, float] = dict(cases(__file__, "features of worlds"))
+REACHED = {name: least for names, least in cases(__file__, "events of a hundred worlds") for name in names.split()}
 
 
 def sizes(seed: int, rng: random.Random, has: Mapping[str, bool]) -> dict[str, Any]:

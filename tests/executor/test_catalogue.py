@@ -1,7 +1,9 @@
-"""`penstock models` says what is so: every family is in it, with what its small models have."""
+"""`penstock models` says what is so: every family is in it, with what its small models have. `penstock serve --dry-run` prints what a
+start would allocate."""
 
 import json
 import os
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import huggingface_hub
 import pytest
 import transformers
 
+from penstock import executors
 from penstock.cli import main
 from penstock.engine.commands import models
 from penstock.engine.text.tools import formats, thinking
@@ -19,9 +22,12 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import FAMILIES as GGUF
 from penstock.executor.models import catalogue, family_table, registry
 from penstock.executor.models.spec import DecoderSpec
+from tests.support import checkpoints
 from tests.support.gguf_files import write
 from tests.support.programs import printed
+from tests.support.refusals import cases
 from tests.support.small_models import CASES, RECURRENT, config_of
+from tests.support.stored_models import stored
 
 
 def config(case: str) -> dict[str, Any]:
@@ -98,13 +104,8 @@ def test_the_command_lists_the_newest_revision_of_each_model_in_the_hub_s_cache(
     write(cached(tmp_path, "models--org--packed", "new") / "q.gguf", "llama", {"general__name": "x"}, {})
     assert main(["models", "--local", "--json"]) == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
-    assert {name: (row["architecture"], row["supported"]) for name, row in rows.items()} == {
-        "org/broken": ("", "no: the folder org/broken has neither a config.json nor a .gguf file"),
-        "org/llama": ("LlamaForCausalLM", "yes"),
-        "org/mamba": ("MambaForCausalLM", "no: it needs Mamba layers"),
-        "org/odd": ("7", "no: an unknown architecture"),
-        "org/packed": ("llama", "yes"),
-    }
+    shown = [(name, row["architecture"], row["supported"]) for name, row in rows.items()]
+    assert sorted(shown) == cases(__file__, "models of a hub's cache")
     assert rows["org/llama"]["bytes"] >= 2**20
     assert main(["models", "--local"]) == 0
     assert "| org/llama  | LlamaForCausalLM | yes " in capsys.readouterr().out
@@ -123,3 +124,38 @@ def test_the_command_lists_them_without_torch() -> None:
     rows = json.loads(printed(code, "models", "--json"))
     assert [row["name"] for row in rows] == [family.name for family in catalogue.FAMILIES]
     assert rows[0]["architectures"] == ["DeepseekV2ForCausalLM"]
+
+
+def number(line: str, before: str) -> float:
+    found = re.search(rf"([\d,.]+){before}", line)
+    assert found is not None, line
+    return float(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3.5", "deepseek-v3", "gguf/mixed"])
+def test_a_preview_has_the_sizes_of_a_start(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = stored(name)
+    options: dict[str, Any] = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "auto"}
+    words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    assert main(["serve", str(path), "--dry-run", "--max-num-seqs", "16", *words]) == 0
+    first, *_, cache, blocks, request, longest = capsys.readouterr().out.splitlines()
+
+    executor = checkpoints.executor_of(path, **options)
+    info, block_bytes = executor.info, executor.info.block_bytes
+    executor.close()
+    assert first == f"{info.architecture} on cpu"
+    assert number(cache, " MiB") == round(info.num_blocks * block_bytes / 2**20)
+    assert number(blocks, " blocks") == info.num_blocks - 1
+    assert number(longest, " tokens") == info.max_model_len
+    pages = sum(each.most_pages(int(number(request, " tokens")), 2048, 8) for each in info.groups)
+    assert number(request, " MiB") == pytest.approx(pages * block_bytes / 2**20, abs=0.06)
+    assert number(request, " fit") == (info.num_blocks - 1) // pages
+    preview = executors.preview(checkpoints.config_of(path, **options))
+    assert (preview.dtype, preview.memory["KV cache"]) == (info.dtype, info.memory["KV cache"])
+    stored_bytes = sum(size for kind, size in info.memory.items() if "weights" in kind)
+    assert preview.memory["weights"] == pytest.approx(stored_bytes, rel=0.1, abs=0.06 * 2**20)
+
+
+def test_a_preview_of_several_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(stored("llama")[0]), "--dry-run", "--tensor-parallel-size", "2"]) == 2
+    assert "dry_run: given with several ranks" in capsys.readouterr().err

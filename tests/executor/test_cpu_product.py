@@ -1,8 +1,11 @@
 """The C products: with numbers, and with weights that are kept as codes, against float64 products of the stored values, at
-every instruction level that this CPU has, and against themselves.
+every instruction level that this CPU has, and against themselves. All layers of a decoder without experts in one call: the
+same bits as one call after the other, whatever the layers have.
 
 The values of codes are those that the gguf package reads. Without AVX2, codes become numbers.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,9 +15,13 @@ from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_product import CpuProduct, is_repacked
 from penstock.executor.kernels.weight import Weight, plain_weight
-from penstock.executor.protocol import ExecutorError
+from penstock.executor.models.decoder import Decoder
+from penstock.executor.protocol import DType, ExecutorError
+from tests.support.checkpoints import executor_of, prompts
 from tests.support.coded import FILE_TYPES, coded
+from tests.support.driver import Driver
 from tests.support.paged import random
+from tests.support.refusals import hardest
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_codes = pytest.mark.skipif(not has_vectors(), reason="without AVX2 codes become numbers")
@@ -177,3 +184,48 @@ def test_numbers_that_c_multiplies_faster_than_torch_are_repacked() -> None:
     assert not is_repacked(torch.empty(8, 8, dtype=torch.float16))
     assert not is_repacked(torch.empty(8, 7))
     assert is_repacked(torch.empty(8, 8)) == (cpu_ops.levels()[-1] != "portable")
+
+
+needs_vectors = pytest.mark.skipif(cpu_ops.levels()[-1] == "portable", reason="without AVX2 torch multiplies")
+CASES = ["llama", "llama-one-layer", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases", "qwen3.5"]
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """Fill new tensors with NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(case: str, dtype: DType, is_joined: bool) -> None:
+    """Run a model that computes all its layers in one call, or each by itself."""
+    executor = executor_of(case, dtype=dtype)
+    model = executor._rank.loaded.model
+    assert isinstance(model, Decoder) and model._joined is not None
+    if not is_joined:
+        model._joined = None
+    driver, running = Driver(executor), []
+    for prompt in prompts(4, seed=3):
+        running.append(driver.admit(prompt))
+        driver.advance(*reversed(running), chunk=7)
+    driver.generate(*running, count=10, chunk=7)
+
+
+@pytest.mark.parametrize("dtype", hardest(["float32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("filled")
+@needs_vectors
+def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, recorded: list[torch.Tensor]) -> None:
+    for is_joined in (True, False):
+        run(case, dtype, is_joined)
+    steps = len(recorded) // 2
+    assert steps > 10 and len(recorded) == 2 * steps
+    assert all(torch.equal(one, many) for one, many in zip(recorded[:steps], recorded[steps:], strict=True))
+
+
+@needs_vectors
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite", "qwen3-next", "granite4-mamba-groups", "lfm2"])
+def test_what_that_call_does_not_have_goes_layer_by_layer(case: str) -> None:
+    model = executor_of(case)._rank.loaded.model
+    assert isinstance(model, Decoder) and model._joined is None

@@ -196,12 +196,7 @@ def test_blocks_on_the_disk_serve_drafts_after_a_restart(pair: tuple[LLM, LLM], 
             assert accepted_share(llm, *prompts) > 0.5
 
 
-RANKS = {"executor": "multiproc", "tensor_parallel_size": 2}
-WAYS: dict[str, Params] = {
-    "adapters": {"enable_lora": True},
-    "two ranks": RANKS,
-    "two ranks with whole experts": RANKS | {"enable_expert_parallel": True},
-}
+WAYS: dict[str, Params] = dict(cases(__file__, "ways to run drafts"))
 RANDOM = [("qwen3.5", "adapters"), *(("glm4-moe", way) for way in WAYS)]
 
 

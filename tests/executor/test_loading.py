@@ -176,12 +176,7 @@ def test_dummy_tensors_differ_and_their_rows_do_too() -> None:
 
 
 def test_the_longest_request_and_the_pool_follow_from_the_model_and_the_memory(model: Path) -> None:
-    for options, longest, limit in (
-        ({"kv_cache_bytes": 100_000}, 120, "kv_cache"),
-        ({"kv_cache_bytes": 2**21}, 256, "model"),
-        ({"kv_cache_bytes": None, "max_num_seqs": 1}, 256, "model"),  # the pool holds exactly one such request
-        ({"kv_cache_bytes": 100_000, "max_model_len": 120}, 120, "max_model_len"),
-    ):
+    for options, longest, limit in cases(__file__, "limits of a context"):
         info = load(model, **options)
         assert (info.max_model_len, info.context_limit) == (longest, limit)
     info = load(model, kv_cache_bytes=None, max_num_seqs=3)  # no more than all requests need

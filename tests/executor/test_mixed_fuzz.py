@@ -20,7 +20,7 @@ import pytest
 from penstock import LLM, RequestsFailed
 from penstock.engine.front.submit import Pooling
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
-from tests.engine.grammar.test_tokenizer_families import CHOICES
+from tests.engine.grammar.test_schema import CHOICES
 from tests.support.grammar_rig import FORMS
 from tests.support.refusals import cases
 from tests.support.simulation import random_drafts

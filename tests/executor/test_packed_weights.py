@@ -53,13 +53,7 @@ def test_every_weight_has_the_values_that_were_packed(name: str) -> None:
 
 SCALES = torch.rand(300, 2, generator=torch.Generator().manual_seed(1)).half()
 IN_GROUPS = Weight(Groups(4), torch.randint(16, (300, 256), dtype=torch.uint8), SCALES, (3 * SCALES).to(torch.uint8))
-WHOLE = {
-    "groups": IN_GROUPS,
-    "shuffled groups": IN_GROUPS._replace(format=Shuffled(4, torch.arange(256) // 128)),
-    "rows": IN_GROUPS._replace(scales=SCALES[:, :1], zeros=None),
-    "blocks": Weight(BLOCKS, *eight_bits.quantize(random(300, 260, seed=4))),
-    "Q4_K": coded(np.random.default_rng(5), (300, 1024), "Q4_K")[0],
-}
+WHOLE: dict[str, Weight] = dict(cases(__file__, "weights to be cut", **globals()))
 
 
 @pytest.mark.parametrize(("kind", "start", "size", "group"), cases(__file__, "cuts of columns"))

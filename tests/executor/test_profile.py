@@ -22,7 +22,7 @@ from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support.driver import Driver
-from tests.support.refusals import hardest_rows
+from tests.support.refusals import cases, hardest_rows
 from tests.support.small_models import folder
 
 GIB = 1 << 30
@@ -184,13 +184,7 @@ def test_the_plan_follows_the_measurement_and_the_table_lists_it(monkeypatch: py
     config = ExecutorConfig(model=str(folder("qwen3")), gpu_memory_utilization=0.9)
     assert plan_kv(config, GIB, 10**9, RankGroup(), use()).num_blocks == 50
     assert plan_kv(ExecutorConfig(kv_cache_bytes=2 * GIB), GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
-    assert use().table(15 * GIB, 7) == {
-        "tables": GIB,
-        "requests": GIB,
-        "activations": 3 * GIB,
-        "graphs": 7,
-        "context (set aside)": GIB,
-    }
+    assert use().table(15 * GIB, 7) == dict(cases(__file__, "memory of a GPU", GIB=GIB))
     with pytest.raises(ExecutorError, match=r"share for the KV cache \(0 bytes\) holds 0 blocks"):
         plan_kv(config, GIB, 1000, RankGroup(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)

@@ -145,12 +145,7 @@ class World(Simulation):
                 assert output == greedy(CASE, prompt, len(output))[0]
 
 
-KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "plain": (False, {}),  # nothing but graphs and prompts, while the number of rows drifts
-    "tiers": (False, {"kv_host_bytes": 2**18}),
-    "mixed": (True, {"kv_host_bytes": 2**18}),  # masks, penalties, log-probabilities, embeddings
-    "eager": (True, {"enforce_eager": True}),
-}
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = dict(cases(__file__, "kinds of watched worlds"))
 
 
 @pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
@@ -208,11 +203,7 @@ def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
     sampled._host_copy = to.send([sampled.tokens.clone(), sampled._largest.clone()])
 
 
-FORGOTTEN = {
-    "the second pool of graphs": ("plain", _forget_the_second_pool, r"writes what stream \d+ of outbox.py reads"),
-    "to wait for restores": ("tiers", _forget_the_restores, "computing stream reads what .* cuda_copies.py writes"),
-    "to hold on to what is sent": ("eager", _forget_the_originals, "computing stream writes what .* outbox.py reads"),
-}
+FORGOTTEN = dict(cases(__file__, "forgotten waits", **globals()))
 
 
 @pytest.mark.timeout(600)

@@ -39,6 +39,7 @@ from tests.support.stored_models import stored
 COUNT = 8
 UP, NORM = "model.layers.{}.mlp.up_proj.weight", "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
+Served = tuple[UniprocExecutor, list[list[int]]]
 
 
 def named(case: str) -> Tensors:
@@ -84,7 +85,7 @@ def test_an_updated_model_is_the_one_that_a_start_would_have_loaded(case: str, d
 
 
 @pytest.fixture(scope="module")
-def served() -> tuple[UniprocExecutor, list[list[int]]]:
+def served() -> Served:
     """Return an executor and its answers."""
     executor = executor_of(folder("llama"))
     return executor, answers(executor)
@@ -95,13 +96,7 @@ def served() -> tuple[UniprocExecutor, list[list[int]]]:
     ("case", "name", "index", "value", "message"), table(__file__, "weights", torch=torch, UP=UP, NORM=NORM)
 )
 def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
-    case: str,
-    name: str,
-    index: Any,
-    value: Any,
-    message: str,
-    served: tuple[UniprocExecutor, list[list[int]]],
-    tmp_path: Path,
+    case: str, name: str, index: Any, value: Any, message: str, served: Served, tmp_path: Path
 ) -> None:
     (executor, expected), tensors = served, changed(named("llama"))
     info = executor.info
@@ -128,7 +123,7 @@ def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
     assert not open_files() - before
 
 
-def test_an_unusable_source_is_refused(served: tuple[UniprocExecutor, list[list[int]]], tmp_path: Path) -> None:
+def test_an_unusable_source_is_refused(served: Served, tmp_path: Path) -> None:
     executor, expected = served
     whole = saved("llama", named("llama"), tmp_path / "whole") / "model.safetensors"
     cut = tmp_path / "cut.safetensors"
@@ -138,15 +133,8 @@ def test_an_unusable_source_is_refused(served: tuple[UniprocExecutor, list[list[
         os.write(fd, whole.read_bytes())
     with SharedTensors(named("llama")) as shared:
         closed = shared.path
-    for source, message in (
-        (str(folder("qwen3")), "another model: its architecture is Qwen3ForCausalLM"),
-        (str(folder("llama-wide")), "another model: its intermediate_size is 1536, and that of the one that serves 96"),
-        (str(cut), "cut.safetensors: not a whole safetensors file"),
-        *((f"/proc/self/fd/{fd}", "shared memory that is not sealed") for fd in unsealed),
-        (closed, "neither a folder with weights nor a file"),
-        (str(tmp_path / "nowhere"), "neither a folder with weights nor a file"),
-        (str(tmp_path), "config.json: No such file"),
-    ):
+    names = {"folder": folder, "cut": cut, "unsealed": unsealed, "closed": closed, "tmp_path": tmp_path}
+    for source, message in table(__file__, "sources of weights", **names):
         with pytest.raises(WeightsError, match=message):
             executor.update_weights(source)
         assert answers(executor) == expected

@@ -20,11 +20,7 @@ from tests.support.checkpoints import config_of
 from tests.support.driver import Driver
 from tests.support.refusals import cases
 
-SAMPLINGS = [
-    Sampling(temperature=0.0, repetition_penalty=1.3, logprobs=2),
-    Sampling(temperature=0.9, seed=5, top_k=9, presence_penalty=0.3),
-    Sampling(temperature=0.8, seed=6, prompt_logprobs=1),
-]
+SAMPLINGS = cases(__file__, "samplings after a warm-up", Sampling=Sampling)
 
 
 def open_warm(lines: list[str] | None = None, **options: Any) -> UniprocExecutor:

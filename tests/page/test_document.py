@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.engine.page.document import document
+from tests.support.refusals import cases
 from tests.support.router_fleet import running_router
 from tests.support.running_server import Running, running
 
@@ -40,16 +41,7 @@ def test_its_policy_permits_only_its_own_script_style_and_origin(server: Running
         (text,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", answer.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert policy.pop(f"{element}-src") == f"'sha256-{digest}'"
-    assert policy == {
-        "default-src": "'none'",
-        "connect-src": "'self'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
+    assert policy == dict(cases(__file__, "policy of the page"))
 
 
 def test_a_router_has_no_page_and_says_where_to_look() -> None:

@@ -1,8 +1,10 @@
-"""Our own servers, proven: the scheduler over the oracle executor; the default model, every world and every fault. And the wheel
-penstock-prove, built as `make prove-wheel` does and run in an environment without any package."""
+"""Our own servers, proven: the scheduler over the oracle executor; the default model, every world and every fault. The wheel
+penstock-prove, built as `make prove-wheel` does and run in an environment without any package. The metrics that are read are
+those that the server's library writes."""
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import venv
@@ -11,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.export import write_folder
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.cli import main
 from penstock.engine.model_files import resolve_model
 from penstock.executor.gguf_header import GgufHeader
+from penstock.prove.metrics import Metrics
 from penstock.prove.own.faults import FAULTS
 from penstock.prove.own.server import WORLDS
 from tests.support import adapters
@@ -30,6 +35,7 @@ def write_adapter(folder: Path) -> None:
     name = metadata["general.architecture"]
     width, num_layers = metadata[f"{name}.embedding_length"], metadata[f"{name}.block_count"]
     modules = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(num_layers)]
+    torch.manual_seed(0)
     factors = {name: (torch.randn(2, width) * width**-0.5, torch.randn(width, 2) * 2**-0.5) for name in modules}
     adapters.write(folder, factors, rank=2, alpha=1.0)
 
@@ -97,3 +103,30 @@ def test_the_wheel_needs_no_package_and_finds_every_planted_defect(tmp_path: Pat
     assert f"kill rate: {len(DEFECTS)} of {len(DEFECTS)}, 0 false alarms" in tested.stdout
     without_url = subprocess.run([command], env={}, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert without_url.returncode == 2 and "only `penstock prove` starts servers" in without_url.stderr
+
+
+def written() -> str:
+    registry = CollectorRegistry()
+    Counter("tokens", "with a \\ and\na line", ["model"], registry=registry).labels('a "}model\\" \n').inc(3)
+    Gauge("blocks", "", ["state"], registry=registry).labels("held").set(math.inf)
+    Gauge("blocks_used", "", registry=registry).set(1.5e-7)
+    Histogram("seconds", "", registry=registry).observe(0.2)
+    return generate_latest(registry).decode()
+
+
+def test_every_sample_is_read_as_the_library_reads_it() -> None:
+    text = written()
+    theirs = [(sample.name, sample.value) for each in text_string_to_metric_families(text) for sample in each.samples]
+    ours = Metrics.of(text).samples
+    assert [(name, value) for name, _, value in ours] == theirs and len(theirs) > 5
+    assert ("blocks", 'state="held"', math.inf) in ours
+
+
+def test_sums_are_over_all_labels_or_by_one() -> None:
+    snapshot = Metrics.of('a{x="1",y="2"} 3\na{x="1",y="3"} 4 1700000000000\na{x="2"} 5\n\n# a comment\nb 7\n')
+    assert (snapshot.total("a"), snapshot.total("b"), snapshot.total("c")) == (12, 7, None)
+    assert [snapshot.total("a", label) for label in ('x="1"', 'x="2"', 'y="4"')] == [7, 5, None]
+
+
+def test_lines_in_another_format_are_skipped() -> None:
+    assert Metrics.of("<html>\na{\na b\na\na 1.2.3\n").samples == []

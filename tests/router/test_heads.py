@@ -115,13 +115,10 @@ def test_plain_messages_are_read_whole() -> None:
     assert traced is not None and b"traceparent: 00-a\r\ntracestate: b=c\r\n" in traced.lines
 
 
-def test_a_part_of_a_message_is_not_plain() -> None:
+def test_a_part_of_a_message_is_not_plain_and_neither_is_one_beyond_the_limits() -> None:
     heads = Heads(8192, 1000)
     assert [size for size in range(len(REQUEST)) if heads.request(REQUEST[:size]) is not None] == []
     assert [size for size in range(len(ANSWER)) if heads.answer(ANSWER[:size]) is not None] == []
-
-
-def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser() -> None:
     assert Heads(len(REQUEST) - len(BODY), len(BODY)).request(REQUEST) is not None
     assert Heads(len(REQUEST) - len(BODY) - 1, len(BODY)).request(REQUEST) is None
     assert Heads(len(REQUEST) - len(BODY), len(BODY) - 1).request(REQUEST) is None
@@ -140,13 +137,10 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"),
-    [
-        (5, 2500),
-        *(pytest.param(seed, 50_000, marks=(pytest.mark.nightly, pytest.mark.timeout(900))) for seed in (6, 7)),
-    ],
-)
+NIGHTLY = pytest.mark.nightly, pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize(("seed", "count"), [(5, 2500), *(pytest.param(n, 50_000, marks=NIGHTLY) for n in (6, 7))])
 def test_all_parsers_read_a_mangled_request_alike(router: RunningRouter, backend: Stub, seed: int, count: int) -> None:
     """Whatever bytes come in, each request behind the router is well-formed for two other parsers, with the same method,
     target and body, and there are never more of them than the client's parser may have meant."""
@@ -181,10 +175,7 @@ def _read_by_h11(seen: Seen) -> bytes:
     return body
 
 
-@pytest.mark.parametrize(
-    ("request_", "expected", "words"),
-    table(__file__, "fields", BODY=BODY, post=post),
-)
+@pytest.mark.parametrize(("request_", "expected", "words"), table(__file__, "fields", BODY=BODY, post=post))
 def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes, expected: int, words: bytes) -> None:
     answer = exchange(router.port, request_)
     assert (status(answer), words in answer) == (expected, True)

@@ -27,8 +27,7 @@ from penstock.router.fleet.replica import (
 from penstock.router.http.upstream import ConnectFailed
 from penstock.router.placement.placement import ReplicaInfo
 from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
-from tests.engine.server.test_adapters_api import UNLOAD, load
-from tests.engine.server.test_control_api import update
+from tests.engine.server.test_control_api import UNLOAD, load, update
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_engine
@@ -49,18 +48,7 @@ def state(replica: Replica) -> State:
     return replica.state
 
 
-EVENTS: dict[str, Callable[[Replica], None]] = {
-    "passed": lambda replica: replica.probe_passed(1.0),
-    "refused": lambda replica: replica.probe_refused("no", is_draining=False),
-    "silent": Replica.probe_timed_out,
-    "broke": lambda replica: replica.connection_broke("reset", 0.0),
-    "failed": lambda replica: replica.failed("500", 0.0),
-    "answered": Replica.answered,
-    "draining": Replica.reported_draining,
-    "removed": Replica.remove,
-}
-
-
+EVENTS: dict[str, Callable[[Replica], None]] = dict(cases(__file__, "what happens to a replica", Replica=Replica))
 LIMITS = {"MAX_SILENT_PROBES": MAX_SILENT_PROBES, "FAILURES_TO_EJECT": FAILURES_TO_EJECT}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
 from tests.support.raw_http import clients, exchange, post, status
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.router_fleet import mock_replicas, running_router, stub_fleet
 from tests.support.router_stub import EVENT, STREAM, Hold, Seen, first_fails, hang_up, in_turn, ok, stub, whole
 from tests.support.running_server import until
@@ -43,14 +43,7 @@ def test_a_request_is_one_trace_through_router_and_engine(collector: Collector) 
     assert {span.trace_id for span in collector.spans} == {TRACE}
     assert (root.service, engine.service) == ("penstock-router", "penstock")
     assert begun_ns <= root.begun_ns <= attempt.begun_ns < attempt.ended_ns <= root.ended_ns
-    assert root.attributes == {
-        "http.request.method": "POST",
-        "http.route": "/v1/chat/completions",
-        "http.response.status_code": 200,
-        "gen_ai.request.model": "mock",
-        "penstock.router.policy": "predicted-ttft",
-        "penstock.router.attempts": 1,
-    }
+    assert root.attributes == dict(cases(__file__, "attributes of the span of a chat"))
     assert attempt.attributes["server.address"] == "127.0.0.1" and attempt.attributes["server.port"] == replica.port
     assert attempt.attributes["penstock.router.outcome"] == "answered"
 

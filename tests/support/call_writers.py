@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.engine.text.tools.call_kinds import ToolFormat
 from penstock.engine.text.tools.formats import named
+from tests.support.refusals import cases
 
 Call = tuple[str, dict[str, Any]]
 
@@ -96,26 +97,7 @@ def _tag(write: Callable[[str, dict[str, Any]], str], tag: str, break_: str) -> 
     return _each(lambda name, arguments: f"<{tag}>{break_}{write(name, arguments)}{break_}</{tag}>", "", "", break_)
 
 
-WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
-    "hermes": _each(lambda *call: _objects("<tool_call>\n", "\n</tool_call>", "")([call]), "", "", "\n"),
-    "llama3_json": _objects("", "", "; ", "parameters"),
-    "mistral": _objects("[TOOL_CALLS][", "]", ", "),
-    "mistral with args": _each(lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}", "", "", ""),
-    "qwen2_5_coder": _objects("```json\n", "\n```", "\n"),
-    "qwen3_coder": _tag(_function("\n"), "tool_call", "\n"),
-    "seed_oss": _tag(_function(""), "seed:tool_call", "\n"),
-    "glm45": _each(lambda *call: f"<tool_call>{_glm(chr(10))(*call)}</tool_call>", "", "", "\n"),
-    "glm47": _each(lambda *call: f"<tool_call>{_glm('')(*call)}</tool_call>", "", "", ""),
-    "deepseek_v3": _deepseek("function<｜tool▁sep｜>{}\n```json\n", "\n```", "\n"),
-    "deepseek_v31": _deepseek("{}<｜tool▁sep｜>", "", ""),
-    "minimax_m2": _each(_minimax, "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
-    "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
-    "lfm2": _each(_python(_literal), "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
-    "olmo3": _each(_python(_literal), "<function_calls>\n", "\n</function_calls>", "\n"),
-    "granite": _objects("<|tool_call|>[", "]", ", "),
-    "phi4_mini_json": _objects("functools[", "]", ", "),
-    "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
-}
+WRITERS: dict[str, Callable[[Sequence[Call]], str]] = dict(cases(__file__, "writers of calls", **globals()))
 # The same with values as Python prints them, which is read, but forced of no model.
 PRINTED = _each(_python(repr), "<|tool_call_start|>[", "]<|tool_call_end|>", ", ")
 _MARKED = {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}  # what tells the form of a format

@@ -13,6 +13,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
 from tests.support import simulation
 from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.simulation import CoreRig
 
 VOCAB_SIZE = 300  # more logits than tokens, as models often have
@@ -72,9 +73,6 @@ class Core(CoreRig):
 
 
 # Forms for random requests, and patterns of their complete answers.
-FORMS: list[tuple[StructuredOutputs, re.Pattern[str]]] = [
-    (StructuredOutputs(regex="[a-c]{2,9}"), re.compile("[a-c]{2,9}")),
-    (StructuredOutputs(choice=["yes", "no", "perhaps"]), re.compile("yes|no|perhaps")),
-    (StructuredOutputs(json={"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3}), re.compile(r"(?s)\[.*\]")),
-    (StructuredOutputs(grammar='start: "x" /[0-9]{1,4}/ ("," "y")?'), re.compile("x[0-9]{1,4}(,y)?")),
-]
+FORMS: list[tuple[StructuredOutputs, re.Pattern[str]]] = cases(
+    __file__, "forms", StructuredOutputs=StructuredOutputs, re=re
+)

@@ -4,7 +4,6 @@ import contextlib
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.cache.tiers.peer.store import LinkLimits, PeerTier
 from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, checksum_seed
 from penstock.executor.tiers.served import ServedBlocks
 from tests.support.flaky_store import FlakyStore
+from tests.support.running_server import until as until  # for the tests of peers
 
 CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
 FINGERPRINT = b"f" * 32
@@ -78,14 +78,6 @@ def tier(endpoint: str, **options: Any) -> contextlib.closing[PeerTier]:
 def opened(endpoint: str, **options: Any) -> PeerTier:
     defaults: dict[str, Any] = {"chunk_bytes": CHUNK, "fingerprint": FINGERPRINT, "limits": QUICK}
     return PeerTier(endpoint, **{**defaults, **options})
-
-
-def until(is_so: Callable[[], bool], condition: str) -> None:
-    """Wait for another thread; the limit only ends a broken test."""
-    ends_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < ends_s, f"never: {condition}"
-        time.sleep(0.002)
 
 
 def free_addresses(count: int, ranks: int = 1) -> list[str]:

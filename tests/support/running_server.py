@@ -160,10 +160,11 @@ def engine_of(folder: Path, tokenizer: Tokenizer | None = None, **executor: Any)
     return AsyncEngine(config, tokenizer=tokenizer or byte_tokenizer())
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], name: str = "the condition", timeout_s: float = 60.0) -> None:
+    """Wait for another thread or process; the limit only ends a broken test."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "the condition never came true"
+        assert time.monotonic() < deadline_s, f"never came true: {name}"
         time.sleep(0.005)
 
 

@@ -138,7 +138,6 @@ class World(Simulation):
     max_model_len: int = 64
     patience_s: float = 1000.0
     enable_prefix_caching: bool = True
-    max_queued_requests: int = 4096
     num_host_blocks: int = 0  # 0: no tiers
     store: FlakyStore | None = None  # beneath the host, as its disk
     drafts: SpeculativeConfig | None = None
@@ -163,7 +162,6 @@ class World(Simulation):
             max_num_batched_tokens=self.max_num_batched_tokens,
             patience_s=self.patience_s,
             enable_prefix_caching=self.enable_prefix_caching,
-            max_queued_requests=self.max_queued_requests,
             speculative_config=self.drafts,
         )
         self.config = EngineConfig(executor=executor, scheduler=scheduler)

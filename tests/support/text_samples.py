@@ -8,14 +8,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-PIECES = [
-    *("hello", " world", "The", " quick", "don't", "I'LL", "we've", " 's", "123", "4567890", " 3.14", "\n", "\n\n"),
-    *("\r\n", "\t", "  ", "     ", " ", "é", "e\u0301", "ñ", "\u212b", "日本語", "中文字符", "한국어", "ไทย", "မြန်မာ"),
-    *("עברית", "مرحبا", "हिन्दी", "😀", "👩‍👩‍👧‍👦", "🇩🇪", "☃️", "def f(x):\n    return x", "{}", "[]", "==", "!="),
-    *("</s>", "<s>", "<|im_end|>", "<|im_start|>", "...", "—", "“quoted”", "\u00a0", "\u200b", "\ufeff", "\x00", "_"),
-    *("__init__", "camelCaseHTTPServer", "Ⅷ", "½", "²", "٣٤", "$100", "a.b@c.d", "https://x.y/z?q=1&r=2", "//", "/*"),
-    *("<0x41>", "▁", "Ġ", "ＡＢ", "<think>", "ß", "İ", "ǅ", "\u2028"),
-]
+from tests.support.refusals import cases
+
+PIECES: list[str] = [piece for row in cases(__file__, "pieces of texts") for piece in row]
 RANGES = [(32, 126), (0xA0, 0x24F), (0x370, 0x5FF), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)]
 CORPUS = [
     "The quick brown fox doesn't jump over 12 lazy dogs; it's 2024!\n\n  def f(x): return x + 1",
@@ -84,14 +79,7 @@ def undecorated() -> Tokenizer:
     return tokenizer
 
 
-FAMILIES: dict[str, Callable[[], Tokenizer]] = {
-    "byte level": byte_level,
-    "SentencePiece": sentencepiece,
-    "SentencePiece without a prefix": lambda: sentencepiece(prefix=False),
-    "Metaspace": metaspace,
-    "Metaspace at the first": lambda: metaspace("first"),
-    "Metaspace without a prefix": lambda: metaspace("never"),
-}
+FAMILIES: dict[str, Callable[[], Tokenizer]] = dict(cases(__file__, "kinds of tokenizers", **globals()))
 
 
 def folder(path: Path, tokenizer: Tokenizer, **files: dict[str, Any]) -> Path:

@@ -8,8 +8,9 @@ import pytest
 
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tools.harmony import TOKENS
-from tests.support.chat_samples import HARMONY, LLAMA3, MISTRAL_CALLS, QWEN3
+from tests.support import chat_samples
 from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
+from tests.support.refusals import cases
 from tests.support.running_server import Running, running, until
 
 
@@ -26,14 +27,7 @@ def server() -> Iterator[Running]:
 
 
 # Chat templates, and the marks of calls that are special tokens of their models, unlike <tool_call> and <think>.
-TEMPLATES = {
-    "qwen": (QWEN3, ()),
-    "free": (QWEN3, ()),  # no grammar holds its optional calls
-    "llama": (LLAMA3, ("<|python_tag|>",)),
-    "mistral": (MISTRAL_CALLS, ("[TOOL_CALLS]", "[ARGS]")),
-    "harmony": (HARMONY, TOKENS),
-    "opened": ("{% for m in messages %}{{ m.content }}{% endfor %}<think>\n", ()),
-}
+TEMPLATES = dict(cases(__file__, "templates of servers", TOKENS=TOKENS, **vars(chat_samples)))
 
 
 class Servers(dict[str, Running]):

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 from penstock.engine.http.access_line import AccessLine, as_json, as_text
 from tests.support.collector import collecting, traced
 from tests.support.fake_engine import FakeEngine
+from tests.support.refusals import cases
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub, whole
 from tests.support.running_server import MODEL, Running, running, until
@@ -58,20 +59,7 @@ def test_a_line_has_the_fields_of_its_request_and_its_times() -> None:
     assert answer.json()["id"] == "cmpl-" + line.pop("id")
     assert 0 < line.pop("first_token_ms") <= line.pop("total_ms") < 1000 * (ended_s - begun_s)
     assert line.pop("time")[10] == "T"
-    assert line == {
-        "route": "/v1/completions",
-        "status": 200,
-        "client_id": "mine",
-        "model": MODEL,
-        "key": 2,  # the first of two that are accepted
-        "prompt_tokens": 29,
-        "cached_tokens": 16,
-        "cache_miss": "partial_block",
-        "output_tokens": 6,
-        "queue_ms": 1.0,
-        "finish_reason": "length",
-        "trace_id": trace_id,
-    }
+    assert line == {**dict(cases(__file__, "the line of a request", MODEL=MODEL)), "trace_id": trace_id}
 
 
 def test_nothing_from_outside_breaks_a_line_or_stands_in_it() -> None:
@@ -134,17 +122,7 @@ def test_a_router_names_the_replica_of_an_answer_and_logs_refusals() -> None:
         until(lambda: len(found) == 4)
     first, *others = map(json.loads, found)
     assert 0 < first.pop("first_byte_ms") <= first.pop("total_ms") and first.pop("time")
-    assert first == {
-        "route": "/v1/completions",
-        "status": 200,
-        "id": "theirs",
-        "client_id": "mine",
-        "model": "m",
-        "key": 1,
-        "cached_tokens": 16,
-        "replica": replica.url,
-        "attempts": 1,
-    }
+    assert first == {**dict(cases(__file__, "the line of a routed request")), "replica": replica.url}
     assert [(line["route"], line["status"], line.get("key")) for line in others] == [
         ("/v1/completions", 404, 1),
         ("unmatched", 404, 1),

@@ -44,7 +44,7 @@ def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> Non
         for _ in range(3):
             stack.enter_context(server.connect(receive_buffer=1024)).sendall(post(body, close=False))
         until(lambda: len(engine.submitted) == 3)
-        until(lambda: len(engine.answers) == 0, 90)
+        until(lambda: len(engine.answers) == 0, timeout_s=90)
         assert len(engine.aborted) == 3
         assert_serves(server)
 
@@ -58,7 +58,7 @@ def test_a_late_reader_gets_the_whole_stream_of_which_few_bytes_are_held() -> No
     with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
         sock.sendall(post(completion(max_tokens=50_000, stream=True)))
         until(lambda: any(map(unread_bytes, server.call(lambda: list(server.listener.connections)))))
-        until(lambda: len(engine.answers) == 0, 90)  # the engine is done, the client has read nothing
+        until(lambda: len(engine.answers) == 0, timeout_s=90)  # the engine is done, the client has read nothing
         (connection,) = server.call(lambda: list(server.listener.connections))
         assert server.call(lambda: unread_bytes(connection)) < 256 * 1024
         answer = read_all(sock)

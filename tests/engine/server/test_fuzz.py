@@ -7,44 +7,19 @@ import msgspec
 import pytest
 
 from penstock.engine.server import requests
-from penstock.engine.server.agents.items_schema import CountItemsRequest, ResponsesRequest
-from penstock.engine.server.agents.messages_schema import CountRequest, MessagesRequest
+from penstock.engine.server.agents import items_schema, messages_schema
 from penstock.engine.server.other_fields import OTHER_FIELDS
 from penstock.engine.server.routes import POSTS
 from tests.support.fake_engine import FakeEngine
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, running, until
 
-REQUESTS: dict[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": requests.ChatRequest,
-    "/v1/completions": requests.CompletionRequest,
-    "/v1/chat/completions/render": requests.ChatRequest,
-    "/v1/completions/render": requests.CompletionRequest,
-    "/v1/embeddings": requests.EmbeddingRequest,
-    "/tokenize": requests.TokenizeRequest,
-    "/detokenize": requests.DetokenizeRequest,
-    "/reset_prefix_cache": requests.NoFields,
-    "/v1/responses": ResponsesRequest,
-    "/v1/responses/input_tokens": CountItemsRequest,
-    "/v1/responses/compact": requests.NoFields,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
-}
+SCHEMAS = vars(requests) | vars(items_schema) | vars(messages_schema)
+REQUESTS: dict[str, type[msgspec.Struct]] = dict(cases(__file__, "requests of routes", **SCHEMAS))
 PATHS = {post.path: REQUESTS[post.path].__struct_fields__ or ("model",) for post in POSTS}
-# Numbers and texts at and beyond the limits of fields.
-SCALARS: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5),
-    *("", "a", "hello", "user", "text", MODEL, "float", "base64", "last", "\0", "é€😀", "\u2028"),
-    *("x" * 300, "x" * 3000),
-]
-# Values that are often right, so that a request gets beyond the first check.
-SMALL = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "min_tokens", "logprobs", "top_logprobs")
-PROMPTS = ["hello", ["a", "b"], [1, 2, 256], [[1], [2, 3]]]
-LIKELY: dict[str, list[Any]] = {
-    **{name: [0, 1, 2, 3, 4] for name in SMALL},
-    **dict.fromkeys(("prompt", "input"), PROMPTS),
-    "model": [MODEL],
-    "stop": ["x", ["l", "lo"]],
-}
+# Numbers and texts at and beyond the limits of fields, and values that are often right, so that a request gets beyond the first check.
+(SCALARS,) = cases(__file__, "scalars", MODEL=MODEL)
+LIKELY: dict[str, list[Any]] = dict(cases(__file__, "likely values", MODEL=MODEL))
 NEEDED = ("prompt", "messages", "input", "tokens")
 
 

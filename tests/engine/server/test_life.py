@@ -22,7 +22,7 @@ from penstock.engine.http.sockets import PortError, bind_sockets, listen
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.text.template import ChatTemplate
 from tests.support.programs import EndlessProgram
-from tests.support.refusals import hardest, hardest_rows, table
+from tests.support.refusals import cases, hardest, hardest_rows, table
 from tests.support.running_server import running, until
 
 PROGRAM = """
@@ -142,12 +142,8 @@ def test_a_second_signal_ends_the_server_and_the_log_has_no_prompt_and_no_key() 
     assert "unmatched 404" in log
 
 
-ENDS = {  # the time to drain, the signals, and the message of the error, with which the process fails
-    "the drain takes too long": (0.3, [signal.SIGTERM], None),
-    "the engine is dead": (60.0, [signal.SIGUSR1], "the core was killed"),
-    "the engine dies during the drain": (60.0, [signal.SIGTERM, signal.SIGUSR1], "the core was killed"),
-    "the engine hangs": (60.0, [signal.SIGUSR2], "a step hangs"),
-}
+# Why the server ends answers, the time to drain, the signals, and the message of the error, with which the process fails.
+ENDS = {why: ends for why, *ends in cases(__file__, "ends of answers", signal=signal)}
 
 
 @pytest.mark.parametrize("why", hardest(ENDS, *({*ENDS} - {"the engine is dead"})))

@@ -79,13 +79,6 @@ def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
             assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
 
 
-def assert_refused(server: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
-    before = len(server.engine.submitted)
-    answer = server.post(path, body)
-    assert words in refused(answer, 400, param)
-    assert len(server.engine.submitted) == before
-
-
 def requests() -> Iterator[tuple[str, dict[str, Any], str, str]]:
     """Yield paths, bodies, the field that is refused in each, and words of the message."""
     complete, chat = "/v1/completions", "/v1/chat/completions"
@@ -106,14 +99,24 @@ def requests() -> Iterator[tuple[str, dict[str, Any], str, str]]:
             yield chat, {"messages": [MESSAGE], "stream": stream, **fields}, param, words
 
 
-@pytest.mark.parametrize(("path", "body", "param", "words"), [*requests()])
-def test_a_refusal_names_the_field(server: Running, path: str, body: dict[str, Any], param: str, words: str) -> None:
-    assert_refused(server, path, body, param, words)
+CALLS = [
+    ("/v1/chat/completions", {"messages": [MESSAGE], **each}, *rest)
+    for each, *rest in table(__file__, "calls", **NAMES)
+]
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), table(__file__, "calls", **NAMES))
-def test_bad_tools_and_calls_name_their_field(qwen: Running, fields: dict[str, Any], param: str, words: str) -> None:
-    assert_refused(qwen, "/v1/chat/completions", {"messages": [MESSAGE], **fields}, param, words)
+@pytest.mark.parametrize(
+    ("name", "path", "body", "param", "words"),
+    [*(("server", *row) for row in requests()), *(("qwen", *row) for row in CALLS)],
+)
+def test_a_refusal_names_the_field(
+    name: str, path: str, body: dict[str, Any], param: str, words: str, request: pytest.FixtureRequest
+) -> None:
+    """That of tools and calls, too, where the template has tools."""
+    server = request.getfixturevalue(name)
+    before = len(server.engine.submitted)
+    assert words in refused(server.post(path, body), 400, param)
+    assert len(server.engine.submitted) == before
 
 
 # Malformed bodies.
@@ -181,11 +184,6 @@ def test_log_probabilities_of_prompts_are_bounded(
 
 # Models, routes, methods.
 
-OPTIONAL_ROUTES = (
-    *("/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/is_paused", "/is_sleeping", "/get_world_size"),
-    *("/server_info", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-)
-
 
 def test_an_unknown_model_is_a_404_that_names_the_known_ones(server: Running) -> None:
     assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
@@ -205,7 +203,7 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Runn
     refused(server.http.get("/v2/models"), 404)
     refused(server.http.get("/v1/models/../../etc/passwd"), 404)
     refused(server.http.get(f"/{'x' * 5000}"), 404)
-    for path in OPTIONAL_ROUTES:  # the operator has not allowed them
+    for path in table(__file__, "optional routes"):  # the operator has not allowed them
         refused(server.post(path, {}), 404)
         refused(server.http.get(path), 404)
     answer = server.http.get("/v1/completions")

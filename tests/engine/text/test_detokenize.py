@@ -1,16 +1,22 @@
-"""Streaming detokenizing: however a sequence is cut, its pieces add up to the whole that the library decodes."""
+"""Streaming detokenizing: however a sequence is cut, its pieces add up to the whole that the library decodes. A choice turns the core's
+outputs of one sequence into the text of its user; a stop string ends it wherever it is cut."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders
 
+from penstock.engine.front.answer import Choice, Update, joined
+from penstock.engine.messages import FinishReason, Output
 from penstock.engine.model_error import ModelError
+from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import Detokenizer
+from penstock.engine.text.stop_strings import StopStrings
+from penstock.executor.protocol import TokenLogprobs
 from tests.support import text_samples as samples
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 
 KINDS = samples.FAMILIES | {"no decoder": samples.undecorated}
 
@@ -89,3 +95,106 @@ def test_a_decoder_that_is_not_understood_is_refused_rather_than_approximated(de
     tokenizer.decoder = decoder
     with pytest.raises(ModelError, match="its decoder is .*; supported are ByteLevel"):
         Detokenizer(tokenizer, frozenset())
+
+
+LETTERS = {token_id: chr(token_id) for token_id in range(128)}
+
+
+class Letters:
+    """A stream in which ids are ASCII, but for the end's id, which has no text."""
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(LETTERS.get(token_id, "") for token_id in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def output(text: str, finish_reason: FinishReason | None = None, **fields: Any) -> Output:
+    return Output("r", [ord(letter) for letter in text], finish_reason, **fields)
+
+
+def choice(**params: Any) -> Choice:
+    return Choice(0, SamplingParams(**params), Letters())
+
+
+def test_nothing_comes_after_the_end() -> None:
+    one = choice(stop="x")
+    one.push(output("x"))
+    for later in (output("abc"), output("", "abort")):
+        assert one.push(later) == Update(0)
+
+
+@pytest.mark.parametrize(("params", "text", "reason"), cases(__file__, "tokens that end"))
+def test_an_end_token_is_listed_and_text_on_request(params: dict[str, Any], text: str, reason: int | None) -> None:
+    one = choice(**params)
+    last = one.push(output("abc", "stop", stop_token=ord("c")))
+    assert (last.text, last.token_ids[-1], last.stop_reason) == (text, ord("c"), reason)
+    assert last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "axbx"[:3]), (3, "axb"), (4, "axbxc")])
+def test_a_stop_string_counts_only_behind_the_least_number_of_tokens(min_tokens: int, text: str) -> None:
+    for cut in range(6):  # however the core hands them over
+        one = choice(stop="x", min_tokens=min_tokens)
+        parts = [one.push(output("axbxc"[:cut])), one.push(output("axbxc"[cut:], "length"))]
+        assert joined(parts).text == text
+
+
+def test_logprobs_are_dropped_with_their_tokens() -> None:
+    entries = [TokenLogprobs((ord(letter),), (-1.0,), 1) for letter in "axb"]
+    one = choice(stop="x")
+    last = one.push(output("axb", logprobs=entries))
+    assert last.logprobs == entries[:2] and last.token_ids == [ord("a"), ord("x")]
+    assert choice().push(output("axb", logprobs=entries)).logprobs == entries
+    assert choice().push(output("axb")).logprobs is None
+
+
+def test_an_error_keeps_what_was_held_back() -> None:
+    one = choice(stop="END")
+    one.push(output("EN"))
+    last = one.push(output("", "error", error="out of memory"))
+    assert (last.text, last.finish_reason, one.is_running) == ("EN", "error", False)
+
+
+@pytest.mark.parametrize(("stop", "text"), [((), "a\ufffd"), (("x",), "a\ufffd"), (("\ufffd",), "a")])
+def test_half_a_character_at_the_end_is_text_and_may_be_a_stop_string(stop: Sequence[str], text: str) -> None:
+    tokenizer = samples.byte_level()
+    one = Choice(0, SamplingParams(stop=[*stop]), Detokenizer(tokenizer, frozenset()).stream())
+    assert one.push(Output("r", tokenizer.encode("a😀").ids[:-1], "length")).text == text
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Return the end and the name of the string that is complete first, the longest of several."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return end, stop
+    return None
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_random_texts_are_cut_where_brute_force_cuts_them(include: bool) -> None:
+    rng = random.Random(0)
+    num_stopped = 0
+    for _ in range(4000):
+        alphabet = "ab" if rng.random() < 0.5 else "abc\n"
+        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+        whole = "".join(rng.choices(alphabet, k=rng.randint(0, 40)))
+        expected = first_stop(whole, stops)
+        text = StopStrings(stops, include)
+        at, shown = 0, ""
+        while at < len(whole) and text.matched is None:
+            size = rng.randint(0, 5)
+            shown += text.push(whole[at : at + size])
+            at += size
+            if text.matched is None:
+                held = max(size for stop in stops for size in range(len(stop)) if whole[:at].endswith(stop[:size]))
+                assert shown == whole[: len(whole[:at]) - held], "no more is held back than may become a stop string"
+        if expected is None:
+            assert (text.matched, shown + text.flush()) == (None, whole)
+        else:
+            num_stopped += 1
+            end, stop = expected
+            assert (text.matched, shown) == (stop, whole[: end if include else end - len(stop)])
+    assert 1000 < num_stopped < 3900

@@ -221,10 +221,7 @@ def test_functions_stand_in_the_system_message_or_before_the_first_text() -> Non
     assert with_system.startswith("system: Be brief.") and with_system.index('"weather"') < with_system.index("user:")
     without = rendered([USER], tools=TOOLS)
     assert without.startswith("user: ") and without.index('"weather"') < without.index("Hello")
-
-
-def test_a_template_that_takes_no_system_message_gets_none() -> None:
-    assert '"weather"' in rendered([USER], GEMMA, tools=TOOLS)
+    assert '"weather"' in rendered([USER], GEMMA, tools=TOOLS), "a template that takes no system message gets none"
 
 
 def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> None:

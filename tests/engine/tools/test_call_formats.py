@@ -127,12 +127,7 @@ def grammar_of(name: str, special: bool, *parts: Any) -> AnswerGrammar:
 
 
 # The marks of a model's reasoning, and the text that it has written before the answer.
-THOUGHTS: dict[str, tuple[Thinking | None, str]] = {
-    "none": (None, ""),
-    "opened": (Thinking(THINK, is_open=True), "Hm { or [.\n</think>\n\n"),
-    "absent": (Thinking(THINK), ""),
-    "present": (Thinking(THINK), "<think>Hm.</think>\n"),
-}
+THOUGHTS: dict[str, tuple[Thinking | None, str]] = dict(cases(__file__, "thoughts", Thinking=Thinking, THINK=THINK))
 ROWS = [(name, thought) for name in WRITERS for thought in THOUGHTS]
 FAST_ROWS = [(name, thought) for name, thought in ROWS if thought == "none" or name in FORMATS]
 BY_THOUGHT = pytest.mark.parametrize(("name", "thought"), hardest_rows(ROWS, FAST_ROWS))

@@ -23,16 +23,10 @@ from tests.support.twins.experts import fused_experts
 CPU = torch.device("cpu")
 QWEN3 = MoeSpec(128, 8, 768, renormalize=True)
 V2 = MoeSpec(160, 6, 1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3)
-TILES = [(70, (3, 2, 32, 32), calls.plain, rows) for rows in (16, 64, 128)]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes", "make", "rows"),
-    [
-        TILES[0],
-        *(pytest.param(*each, marks=pytest.mark.slow_in_interpreter) for each in TILES[1:]),
-        (19, (2, 2, 96, 160), calls.mxfp4, 32),
-    ],
+    ("tokens", "sizes", "make", "rows"), cases(__file__, "tiles of experts", calls=calls, pytest=pytest)
 )
 def test_experts_in_tiles_of_any_size_equal_the_twin(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, tokens: int, sizes: calls.ExpertSizes, make: Any, rows: int
