@@ -8,3 +8,13 @@ class InvalidRequest(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+
+def check_unicode(text: str, field: str) -> str:
+    """Return the text; raise InvalidRequest if it has half of a surrogate pair, which JSON and Python allow."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half of a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}"
+        raise InvalidRequest(field, f"{half}; not Unicode") from None
+    return text

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest, check_unicode
 
 MAX_ROLE_CHARS = 64
 MAX_DEPTH = 64  # levels of nesting
@@ -124,17 +124,9 @@ def plain(value: Any, field: str, depth: int = 0) -> Any:
     if value is None or type(value) in (int, float, bool):
         return value
     if type(value) is str:
-        return _check_unicode(value, field)
+        return check_unicode(value, field)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {str(key): plain(item, field, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, field, depth + 1) for item in value]
     raise InvalidRequest(field, f"holds a {type(value).__name__}; only JSON values are allowed")
-
-
-def _check_unicode(text: str, field: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, f"half of a surrogate pair at character {error.start}; not Unicode") from None
-    return text

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.invalid_request import InvalidRequest, check_unicode
 from penstock.engine.model_error import ModelError, check_size
 from penstock.engine.text.detokenize import Detokenizer
 
@@ -57,7 +57,10 @@ class Tokenizer:
         try:
             encodings: list[Encoding] = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
-            _refuse_bad_text(texts)
+            for text in texts:
+                if not isinstance(text, str):
+                    raise InvalidRequest("prompt", f"{type(text).__name__} given; a string is expected") from None
+                check_unicode(text, "prompt")
             raise
         return [encoding.ids for encoding in encodings]
 
@@ -92,14 +95,3 @@ def read_template(name: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{name}: {path} is not UTF-8 text ({error})") from None
-
-
-def _refuse_bad_text(texts: Sequence[str]) -> None:
-    for text in texts:
-        if not isinstance(text, str):
-            raise InvalidRequest("prompt", f"{type(text).__name__} given; a string is expected")
-        for position, character in enumerate(text):
-            if "\ud800" <= character <= "\udfff":
-                raise InvalidRequest(
-                    "prompt", f"half of a surrogate pair, U+{ord(character):04X}, at character {position}; not Unicode"
-                )
