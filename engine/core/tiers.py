@@ -95,9 +95,7 @@ class Tiers:
         self._must_forget = False  # the ranks must still be told to serve nothing computed earlier
         self._touched: list[bytes] = []  # used keys on the disk, to report with the next transfers
         self.counts: Counter[str] = Counter()
-        self.pools = {
-            "host": self.index.host
-        }  # those whose content is reported; blocks of stores pass through the host
+        self.pools = {"host": self.index.host}  # whose content is reported: blocks of stores pass through the host
         self.offer = self.index.offer  # queues the device block with a key for a copy to the host
         self.prepare, self.loading = self._loads.prepare, self._loads.loading
 

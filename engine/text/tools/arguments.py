@@ -293,14 +293,14 @@ def _python_string(source: Source, quote: str) -> Wait[None]:
 
 def _unescaped(escape: re.Match[str], at: int) -> str:
     """Return a Python escape as the inside of a JSON string."""
-    code = int(escape[1] or escape[3] or "0", 16)
+    if escape[2]:  # copied unchanged, like in JSON: it may be one half of a surrogate pair
+        return f"\\u{escape[2]}"
+    if (letter := escape[4]) is not None:
+        return _inside(_MEANT.get(letter, "\\" + letter))
+    code = int(escape[1] or escape[3], 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         raise Malformed(at)
-    letter = escape[4]
-    # A \u escape is copied unchanged, like in JSON: it may be one half of a surrogate pair.
-    return (
-        f"\\u{escape[2]}" if escape[2] else _inside(chr(code) if letter is None else _MEANT.get(letter, "\\" + letter))
-    )
+    return _inside(chr(code))
 
 
 def _verbatim_string(source: Source, quote: str) -> Wait[None]:
