@@ -147,9 +147,8 @@ class RouterApp:
     # Requests for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        parsed = (
-            decode(RequestFields, request.body) if request.body or request.path in routes.PROXIED else RequestFields()
-        )
+        has_body = bool(request.body) or request.path in routes.PROXIED
+        parsed = decode(RequestFields, request.body) if has_body else RequestFields()
         if parsed.kv_transfer_params not in (NOTHING, NULL) and any(each.peer for each in self.fleet.replicas.values()):
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
             raise HttpError(400, message, param="kv_transfer_params")

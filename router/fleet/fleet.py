@@ -168,11 +168,8 @@ class Fleet:
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
         if here and all(map(self._is_full, here)):
             count = sum(each.num_in_flight for each in here)
-            return HttpError(
-                429,
-                f"{count} requests are in flight at {len(here)} replicas, which is the limit (--max-requests)",
-                headers={"retry-after": "1"},
-            )
+            message = f"{count} requests are in flight at {len(here)} replicas, which is the limit (--max-requests)"
+            return HttpError(429, message, headers={"retry-after": "1"})
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
 
     def update_availability(self, replicas: Iterable[Replica]) -> None:

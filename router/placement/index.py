@@ -66,8 +66,7 @@ class RouteIndex:
     def store(self, slot: int, keys: bytes | Keys) -> int:
         """Store facts; return how many keys the limit of the slot refused."""
         raw = ffi.from_buffer(BYTES, keys)
-        num_refused: int = lib.penstock_route_store(self._index, slot, raw, len(raw) // 8)
-        return num_refused
+        return int(lib.penstock_route_store(self._index, slot, raw, len(raw) // 8))
 
     def remove(self, slot: int, keys: bytes | Keys) -> None:
         raw = ffi.from_buffer(BYTES, keys)

@@ -114,8 +114,7 @@ class LoadTable:
         """Return the row for a request, whose cached tokens are in the column `cached`; -1 if no replica is open. `sticky` is
         the row of its session, or -1."""
         rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
-        row: int = lib.penstock_fleet_choose(self.c, num_tokens, now_s, sticky, rows, len(excluded))
-        return row
+        return int(lib.penstock_fleet_choose(self.c, num_tokens, now_s, sticky, rows, len(excluded)))
 
     def learn(self, row: int, speed: float) -> None:
         self.speed[row] = speed
