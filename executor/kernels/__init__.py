@@ -94,6 +94,7 @@ class Ops(Protocol):
     """The operations of a model. Norm weights are always float32; q, k and v may be views of one tensor."""
 
     max_normed_rows: int  # the most `NormedRows` that products take; 0: products need inputs that are already normed
+    max_plain_rows: int  # the most rows that products with `Blocks` take unquantized
     # If True, products take `Packed` and `Mxfp4` weights and dequantize them as they read them; else such weights are
     # dequantized at load time, or computed in C.
     has_packed: bool
@@ -111,8 +112,8 @@ class Ops(Protocol):
         """x [T, W], gate [T, W] -> x * sigmoid(gate)"""
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Fp8Rows` rows, the others tensors;
-        one of `Numbers` also `NormedRows`."""
+        """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Fp8Rows`, and up to
+        `max_plain_rows` tensors; the others take tensors. One of `Numbers` also takes `NormedRows`."""
 
     def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: `linear` followed by `gate`"""

@@ -63,7 +63,7 @@ class CpuOps:
 
     expanded_attention = wide_linear = fused_experts = blocks = None
     has_packed = False
-    max_normed_rows = 0
+    max_normed_rows = max_plain_rows = 0
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self.dtype, self.cpu = dtype, cpu

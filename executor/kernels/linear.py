@@ -45,7 +45,7 @@ class Linear:
         return torch.cat([self._multiply(x, *each) for each in zip(self.weights, biases, strict=True)], 1)
 
     def _multiply(self, x: Rows, weight: Weight, bias: Tensor | None) -> Tensor:
-        if isinstance(x, Tensor) and weight.format.multiplies_eight_bits:
+        if isinstance(x, Tensor) and weight.format.multiplies_eight_bits and len(x) > self._ops.max_plain_rows:
             assert self._ops.blocks is not None
             x = Fp8Rows(self._ops.blocks.quantize(x), x.dtype)
         return self._ops.linear(x, weight, bias)

@@ -364,11 +364,12 @@ class _Layer:
             residual = residual + update
             hidden = residual if weight is None else weight(residual)
             return hidden, hidden if self._spec.norms_stream else residual
-        blocks, eps, most = self._ops.blocks, self._spec.norm_eps, self._ops.max_normed_rows
-        if part.takes_normed and 0 < len(update) <= most and adapters is None:
-            rows = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
-            return rows, rows.total
-        if blocks is None or not part.takes_fp8 or adapters is not None:  # adapters read unquantized rows
+        blocks, eps, rows = self._ops.blocks, self._spec.norm_eps, len(update)
+        if part.takes_normed and 0 < rows <= self._ops.max_normed_rows and adapters is None:
+            normed = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
+            return normed, normed.total
+        is_plain = adapters is not None or rows <= self._ops.max_plain_rows  # adapters read unquantized rows
+        if blocks is None or not part.takes_fp8 or is_plain:
             return self._ops.add_rms_norm(update, residual, weight, eps)
         quantized, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
         return Fp8Rows(quantized, residual.dtype), residual

@@ -51,7 +51,7 @@ class Mlp:
             assert not isinstance(hidden, Fp8Rows)
             return self.down(self._ops.gated_linear(hidden, weight, self._activation))
         gate_up = layer(hidden)
-        if self._quantize is not None and self.down.takes_fp8:
+        if self._quantize is not None and self.down.takes_fp8 and len(gate_up) > self._ops.max_plain_rows:
             return self.down(Fp8Rows(self._quantize(gate_up), gate_up.dtype))
         return self.down(self._activate(gate_up))
 

@@ -32,7 +32,7 @@ __all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products",
 
 class CudaOps:
     has_packed = True
-    max_normed_rows = few_rows.MAX_ROWS
+    max_normed_rows, max_plain_rows = few_rows.MAX_ROWS, linear_products.MAX_PLAIN_ROWS
     linear: Callable[..., Tensor] = staticmethod(linear_products.linear)
     wide_linear: Callable[..., Tensor] = staticmethod(linear_products.wide_linear)
     rms_norm = staticmethod(rows.rms_norm)
@@ -67,7 +67,7 @@ class InvariantOps(CudaOps):
     """Kernels with a fixed order of every sum, independent of the batch, for `batch_invariant`. Operations that are not
     overridden here already work row by row in `CudaOps`."""
 
-    max_normed_rows = 0
+    max_normed_rows = max_plain_rows = 0
     linear = staticmethod(partial(linear_products.linear, is_fixed=True))
     wide_linear = staticmethod(partial(linear_products.wide_linear, is_fixed=True))
     paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))

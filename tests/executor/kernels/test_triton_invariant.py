@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from benchmarks.gpu.cases import Kit, blocks, packed, plain
 from triton.runtime import interpreter
 
-from penstock.executor.kernels import NO_EXTRAS, Fp8Rows, ScoreExtras
+from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
 from penstock.executor.kernels.cuda import attention_ops, linear_products, tiles
 from penstock.executor.kernels.cuda import rows as row_kernels
 from penstock.executor.kernels.cuda.ops import InvariantOps
+from penstock.executor.kernels.linear import Linear
 from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.protocol import Sampling
 from tests.support import interpreter as interpreted
@@ -155,8 +156,7 @@ def test_products_with_codes_and_of_eight_bits_have_the_same_bits_in_any_batch(
         weight = packed(Kit(device, torch.bfloat16), 72, 384, **fields)
         alike(lambda rows: OPS.linear(rows, weight), x, (1, 17, 65))
         return
-    eight_bits = blocks(Kit(device, torch.float32), 200, 384)
-    alike(lambda rows: OPS.linear(Fp8Rows(row_kernels.quantize(rows), torch.bfloat16), eight_bits), x, (1, 17, 65))
+    alike(Linear([blocks(Kit(device, torch.float32), 200, 384)], None, OPS), x, (1, 17, 65))
 
 
 @pytest.mark.slow_in_interpreter

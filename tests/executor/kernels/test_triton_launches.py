@@ -38,9 +38,15 @@ from tests.support.variants import variants
 LARGE = {"PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
 CASES: list[tuple[str, dict[str, Any], int]] = [
     *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | {"EVERY_SIZE": True}, 6))),
-    *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
+    *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14), ("qwen3-8b fp8", {}, 9)),
 ]
 LONGEST = 512
+FP8: dict[str, Any] = {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+}
 
 
 @contextmanager
@@ -92,7 +98,9 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     for option, value in options.items():
         monkeypatch.setattr(few_rows, option, value)
     compute_with(monkeypatch, OPS)
-    counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
+    name, _, is_quantized = name.partition(" ")
+    config = config_of(name, True) | (FP8 if is_quantized else {})
+    counts = [count(tmp_path, config | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() == most, layer
 

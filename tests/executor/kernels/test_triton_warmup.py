@@ -41,7 +41,8 @@ from tests.support.variants import forget_variants, variants
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
-TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, max_normed_rows=OPS.max_normed_rows)
+MOST = {"max_normed_rows": OPS.max_normed_rows, "max_plain_rows": OPS.max_plain_rows}
+TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, **MOST)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 SomeAdapters = tuple[str | None, ...]
 NESTED = {"blocks": BlockOps}

@@ -34,7 +34,7 @@ wide_linear = None
 fused_experts: Callable[..., Tensor] | None = None
 blocks: BlockOps | None = None
 has_packed = False
-max_normed_rows = 0
+max_normed_rows = max_plain_rows = 0
 convolve, delta_rule = recurrent_twin.convolve, recurrent_twin.delta_rule
 choose_experts = CpuOps.choose_experts  # plain torch
 
