@@ -33,7 +33,6 @@ def make_batch(rows: Rows, device: torch.device, longest: int = 0, page: int = P
         query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         block_tables=tables.to(device),
-        output_indices=None,
         num_single_rows=singles,
         query_lens=tuple(counts[singles:]),
         query_contexts=tuple(contexts[singles:]),

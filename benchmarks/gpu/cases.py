@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of, spoil_unused
 from benchmarks.gpu.figures import open_device, set_launch
 from tests.support.recurrent import Layer, States, as_in_a_graph, batch_of
@@ -314,26 +315,31 @@ def wide_product(kit: Kit, name: str, tokens: int, shape: tuple[int, int]) -> It
 
 
 def gated(
-    kit: Kit, name: str, tokens: int, depth: int, inner: int, activation: Activation = "silu", is_normed: bool = False
+    kit: Kit,
+    name: str,
+    tokens: int,
+    depth: int,
+    inner: int,
+    activation: Activation = "silu",
+    is_normed: bool = False,
+    make: MakeWeight | None = None,
 ) -> Iterator[Case]:
     """Yield gate and up of an MLP; `is_normed`: with the residual's addition and the norm in front of it."""
     x, residual, norm = kit.random(tokens, depth), kit.random(tokens, depth), kit.wide(depth)
-    weight = kit.random(2 * inner, depth, scale=depth**-0.5)
+    weight = (make or plain)(kit, 2 * inner, depth)
+
+    def rows(total: torch.Tensor) -> torch.Tensor | NormedRows:
+        return NormedRows(x, residual, total, norm, EPS) if is_normed else x
 
     def multiply(kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.empty_like(residual)
-        entering = NormedRows(x, residual, total, norm, EPS) if is_normed else x
-        return kernels.ops.gated_linear(entering, weight, activation), total
+        return kernels.ops.gated_linear(rows(total), weight, activation), total
 
     yield Case(name, lambda kernels: multiply(kernels)[0])
     if is_normed:
-        matrix, bias = plain_weight(weight), kit.random(2 * inner)
-
-        def multiply_plain(kernels: Kernels) -> torch.Tensor:
-            return kernels.ops.linear(NormedRows(x, residual, torch.empty_like(x), norm, EPS), matrix, bias)
-
+        bias = kit.random(2 * inner)
         yield Case(f"{name}, the sum", lambda kernels: multiply(kernels)[1], 0.0)
-        yield Case(f"{name}, without a gate", multiply_plain)
+        yield Case(f"{name}, without a gate", lambda kernels: kernels.ops.linear(rows(x.clone()), weight, bias))
 
 
 def adapters(kit: Kit, name: str, depth: int, widths: Sequence[int], rank: int = 16) -> Iterator[Case]:
@@ -375,13 +381,11 @@ def blocks(kit: Kit, *shape: int) -> Weight:
     if kit.is_empty:
         scales = torch.empty(*leading, -(-width // BLOCK), -(-depth // (4 * BLOCK)) * 4)
         return Weight(BLOCKS, torch.empty(shape, dtype=torch.float8_e4m3fn), scales)
-    wide = torch.nn.functional.pad(kit.random(*shape, scale=depth**-0.5).float(), (0, 0, 0, -width % BLOCK))
+    wide = F.pad(kit.random(*shape, scale=depth**-0.5).float(), (0, 0, 0, -width % BLOCK))
     parts = wide.unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))  # […, N / 128, 128, K / 128, 128]
     scales = parts.abs().amax((-3, -1)) / FP8_MAX
     values = (parts / scales[..., :, None, :, None]).to(torch.float8_e4m3fn).flatten(-4, -3).flatten(-2)
-    return Weight(
-        BLOCKS, values[..., :width, :].contiguous(), torch.nn.functional.pad(scales, (0, -depth // BLOCK % 4))
-    )
+    return Weight(BLOCKS, values[..., :width, :].contiguous(), F.pad(scales, (0, -depth // BLOCK % 4)))
 
 
 def mxfp4(kit: Kit, *shape: int) -> Weight:

@@ -113,9 +113,9 @@ class Ops(Protocol):
 
     def linear(self, x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K], weight [N, K], bias [N] -> [T, N]. A weight of `Blocks` takes `Fp8Rows`, and up to
-        `max_plain_rows` tensors; the others take tensors. One of `Numbers` also takes `NormedRows`."""
+        `max_plain_rows` tensors; the others take tensors. All take up to `max_normed_rows` of `NormedRows`."""
 
-    def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
+    def gated_linear(self, x: Tensor | NormedRows, weight: Weight, activation: Activation) -> Tensor:
         """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: `linear` followed by `gate`"""
 
     def rope_and_store(self, q: Tensor, k: Tensor, v: Tensor | None, store: KeyStore) -> Tensor:

@@ -105,9 +105,8 @@ class CpuOps:
         assert isinstance(x, Tensor) and weight.is_numbers
         return F.linear(x, weight.codes, bias)
 
-    def gated_linear(self, x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        assert isinstance(x, Tensor)
-        return self.gate(F.linear(x, weight), activation)
+    def gated_linear(self, x: Tensor | NormedRows, weight: Weight, activation: Activation) -> Tensor:
+        return self.gate(self.linear(x, weight), activation)
 
     @staticmethod
     def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:

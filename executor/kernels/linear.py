@@ -67,10 +67,14 @@ class Linear:
         return Linear([self.weights[0].narrow(0, 0, width)], None, self._ops)
 
     @property
+    def takes_normed(self) -> bool:
+        """True if `ops` computes the layer as one product, and so accepts `NormedRows` inputs."""
+        return self.product is None and len(self.weights) == 1
+
+    @property
     def plain(self) -> Tensor | None:
         """The single weight if it is unquantized and computed by `ops`, else None."""
-        is_plain = self.product is None and len(self.weights) == 1 and self.weights[0].is_numbers
-        return self.weights[0].codes if is_plain else None
+        return self.weights[0].codes if self.takes_normed and self.weights[0].is_numbers else None
 
     @property
     def kind(self) -> tuple[object, ...] | None:

@@ -45,7 +45,7 @@ class GroupedAttention:
             self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
             matrices[0] = matrices[0]._replace(rows=2 * matrices[0].rows, pieces=(spec.head_dim, spec.head_dim))
         self.qkv = weights.linear(spec.hidden_size, *matrices)
-        self.takes_fp8, self.takes_normed = self.qkv.takes_fp8, self.qkv.plain is not None
+        self.takes_fp8, self.takes_normed = self.qkv.takes_fp8, self.qkv.takes_normed
         output = Matrix(f"{prefix}o_proj", spec.hidden_size, "columns", has_bias=spec.output_bias)
         self.output = weights.linear(heads[0] * self._dim, output)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.executor.batch import AdaptedRows
-from penstock.executor.kernels import UNGATED, Fp8Rows, Ops, Rows
+from penstock.executor.kernels import UNGATED, Fp8Rows, NormedRows, Ops, Rows
 from penstock.executor.kernels.linear import Linear, multiply_each
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Matrix, Split, Weights
@@ -35,7 +35,7 @@ class Mlp:
         self.down = weights.linear(size, Matrix(prefix + projections[2], hidden, columns, has_bias=has_bias))
         self._activation, self._ops = spec.activation, ops
         self.takes_fp8 = self.gate_up.takes_fp8
-        self.takes_normed = self.gate_up.plain is not None and self.gate_up.bias is None
+        self.takes_normed = self.gate_up.takes_normed and self.gate_up.bias is None
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: Rows, adapters: AdaptedRows | None = None) -> Tensor:
@@ -47,9 +47,10 @@ class Mlp:
             activated = self._activate(gate_up)
             adapters.add(self.down.number, activated, out := self.down(activated))
             return out
-        if self.is_gated and (weight := layer.plain) is not None and layer.bias is None:
+        is_fused = layer.plain is not None or isinstance(hidden, NormedRows)
+        if self.is_gated and layer.bias is None and is_fused:
             assert not isinstance(hidden, Fp8Rows)
-            return self.down(self._ops.gated_linear(hidden, weight, self._activation))
+            return self.down(self._ops.gated_linear(hidden, layer.weights[0], self._activation))
         gate_up = layer(hidden)
         if self._quantize is not None and self.down.takes_fp8 and len(gate_up) > self._ops.max_plain_rows:
             return self.down(Fp8Rows(self._quantize(gate_up), gate_up.dtype))

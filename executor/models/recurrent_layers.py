@@ -59,7 +59,7 @@ class Mamba:
         sizes = zip(("c", "b", "x", "z", "dt"), rows, units, strict=True)
         matrices = [Matrix(f"{prefix}{part}_proj", size, "rows", of, mamba.bias) for part, size, of in sizes]
         self._input = weights.linear(spec.hidden_size, *matrices)
-        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.plain is not None
+        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.takes_normed
         convs = [(f"{prefix}{part}_conv", size, of) for part, size, of in zip("cbx", rows, units, strict=False)]
         self._taps = torch.cat([_taps(weights, f"{name}.weight", size, mamba.taps, of) for name, size, of in convs], 1)
         biases = [weights.float32(f"{name}.bias", (size,), "rows", of) for name, size, of in convs if mamba.conv_bias]
@@ -102,7 +102,7 @@ class ShortConv:
         self._ops, width = ops, spec.hidden_size
         prefix = f"model.layers.{index}.conv."
         self._input = weights.linear(width, Matrix(f"{prefix}in_proj", 3 * width, "rows", (width,) * 3, conv.bias))
-        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.plain is not None
+        self.takes_fp8, self.takes_normed = self._input.takes_fp8, self._input.takes_normed
         self._taps = _taps(weights, f"{prefix}conv.weight", width, conv.taps, (width,))
         self._bias = weights.float32(f"{prefix}conv.bias", (width,), "rows") if conv.bias else None
         self.output = weights.linear(width, Matrix(f"{prefix}out_proj", width, "columns", has_bias=conv.bias))

@@ -67,7 +67,8 @@ def launch(name: str, build: Any, shape: list[Any]) -> None:
     dtype = torch.float32 if "float32" in name else torch.float16 if "float16" in name else torch.bfloat16
     kernels = KERNELS._replace(ops=InvariantOps(rows)) if "fixed" in name else KERNELS
     has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
-    with has_any, mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name):
+    has_codes = mock.patch.object(few_rows, "TAKES_CODES", "few rows by codes" in name)
+    with has_any, has_codes, mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name):
         for case in build(cases.Kit(torch.device("cpu"), dtype, layers=4, is_empty=True), name, *shape):
             case.call(kernels)
 

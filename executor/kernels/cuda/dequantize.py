@@ -72,21 +72,13 @@ def dequantize_groups(
     SPEC: tl.constexpr,
 ):
     """Dequantize codes [half, columns]; unless IS_SCALED, return the codes less their zeros."""
-    IS_FLOAT: tl.constexpr = codes.dtype == tl.float8e4nv
     GROUPS: tl.constexpr = half_groups(SPEC.half, SPEC.group)
     scales, zeros = scales_and_zeros
-    if IS_FLOAT:
-        values = codes.to(tl.float32)
-    elif SPEC.per_byte == 2 and IS_COMPILED and dtype != tl.float32:
-        values = _spread(codes, half, dtype)
-    else:
-        bits = (codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)
-        values = (bits.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+    values = numbers_of(codes, half, dtype, SPEC)
     if GROUPS > 1:
         values = tl.reshape(values, [GROUPS, SPEC.group, codes.shape[1]])
-    if not IS_FLOAT:
-        middle: tl.constexpr = 0 if SPEC.has_zeros else 8 if SPEC.per_byte == 2 else 128
-        below = tl.full(scales.shape, ones_of(values.dtype) + middle, tl.float32)
+    if codes.dtype != tl.float8e4nv:
+        below = tl.full(scales.shape, excess_of(values.dtype, SPEC.per_byte, SPEC.has_zeros), tl.float32)
         if SPEC.has_zeros and not ARE_MINIMA:
             below += zeros
         values -= below.to(values.dtype)
@@ -95,6 +87,19 @@ def dequantize_groups(
         if SPEC.has_zeros and ARE_MINIMA:
             values -= zeros
     return tl.reshape(values, [codes.shape[0], codes.shape[1]]).to(dtype)
+
+
+@triton.jit
+def numbers_of(codes, half: tl.constexpr, dtype: tl.constexpr, SPEC: tl.constexpr):
+    """Return codes as numbers; integers are too large by `excess_of` the numbers' dtype."""
+    if codes.dtype == tl.float8e4nv:
+        values = codes.to(tl.float32)
+    elif SPEC.per_byte == 2 and IS_COMPILED and dtype != tl.float32:
+        values = _spread(codes, half, dtype)
+    else:
+        bits = (codes >> (4 * half)) & (15 if SPEC.per_byte == 2 else 255)
+        values = (bits.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return values
 
 
 @kernel
@@ -119,21 +124,23 @@ def dequantize_piece(codes_ptr, scales_ptr, zeros_ptr, out_ptr, first, SPEC: tl.
 
 
 @triton.constexpr_function
-def ones_of(dtype):
-    """Return the number whose last mantissa bit counts ones, with no other mantissa bit set."""
-    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)]
+def excess_of(dtype, per_byte, has_zeros):
+    """Return the number whose last mantissa bit counts ones, with no other mantissa bit set; without zeros, plus the middle
+    of the codes."""
+    middle = 0 if has_zeros else 8 if per_byte == 2 else 128
+    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)] + middle
 
 
 @triton.jit
 def _spread(codes, half: tl.constexpr, dtype: tl.constexpr):
-    """Return ones_of(dtype) + the four bits in one half of each byte."""
+    """Return the number of `excess_of`, with zeros, plus the four bits in one half of each byte."""
     assembly: tl.constexpr = spread_assembly(half, dtype)
     return tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4)
 
 
 @triton.constexpr_function
 def spread_assembly(half, dtype):
-    """Put each code below the upper byte of ones_of(dtype)."""
+    """Put each code below the upper byte of that number."""
     return f"""{{
         .reg .b32 codes, ones;
         shr.u32 codes, $2, {4 * half};

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.executor.kernels import Fp8Rows, Quantized, Rows
+from penstock.executor.kernels import Activation, Fp8Rows, NormedRows, Quantized, Rows
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import dequantize, few_rows
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel, wait_and_allow_next
-from penstock.executor.kernels.cuda.product import ProductSpec, Scaled, multiply
+from penstock.executor.kernels.cuda.product import Scaled, codes_spec, multiply
+from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
 from penstock.executor.kernels.eight_bits import pad_rows
 from penstock.executor.kernels.gpu_formats import Packed
@@ -46,9 +47,11 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
             out = scaled_mm(x.rows, weight.codes, weight.scales, dtype)
             return out if bias is None else out.add_(bias)
         return _multiply(x.rows, weight, dtype, bias, is_fixed)
+    if not is_fixed and few_rows.is_ours(x, weight, bias):
+        return few_rows.multiply(x, weight, bias, None)
+    x = add_rms_norm_to(x) if isinstance(x, NormedRows) else x
     if weight.is_numbers and not is_fixed:
-        return few_rows.linear(x, weight.codes, bias)
-    assert isinstance(x, Tensor)
+        return F.linear(x, weight.codes, bias)
     if isinstance(weight.format, Packed) and len(x) >= MIN_DEQUANTIZED_ROWS and not is_fixed:
         return _multiply_dequantized(x, weight, bias)
     return _multiply((x, None), weight, x.dtype, bias, is_fixed)
@@ -56,21 +59,26 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, is_fixed: bool = False) -> Tensor:
     """Compute `Ops.wide_linear`, with `is_fixed` as in `linear`."""
-    if not is_fixed and few_rows.is_ours(x, weight, bias):
-        return few_rows.multiply(x, weight, bias, None, torch.float32)
+    plain = plain_weight(weight)
+    if not is_fixed and few_rows.is_ours(x, plain, bias):
+        return few_rows.multiply(x, plain, bias, None, torch.float32)
     if is_fixed or not x.is_cuda:  # on a CPU, torch has no such product
-        return _multiply((x, None), plain_weight(weight), torch.float32, bias, is_fixed)
+        return _multiply((x, None), plain, torch.float32, bias, is_fixed)
     out = torch.mm(x, weight.t(), out_dtype=torch.float32)
     return out if bias is None else out.add_(bias)
 
 
+def gated_linear(x: Tensor | NormedRows, weight: Weight, activation: Activation, is_fixed: bool = False) -> Tensor:
+    """Compute `Ops.gated_linear`, with `is_fixed` as in `linear`."""
+    if not is_fixed and few_rows.is_ours(x, weight):
+        return few_rows.multiply(x, weight, None, activation)
+    return gate(linear(x, weight, None, is_fixed), activation)
+
+
 def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Dequantize the weight piece by piece into memory that all pieces share, and multiply by each."""
-    (width, depth), (form, codes, scales, zeros, *_) = weight.shape, weight
-    assert isinstance(form, Packed) and scales is not None
-    per_byte, group = 8 // form.bits, depth // len(scales)
-    sizes = width, width, depth, per_byte * form.half, form.half, depth, zeros is not None
-    spec = ProductSpec(*sizes, kind="groups", per_byte=per_byte, group=group)
+    (width, depth), (_, codes, scales, zeros, *_), spec = weight.shape, weight, codes_spec(weight)
+    assert scales is not None and spec is not None
     out = x.new_empty((len(x), width))
     rows = max(1, PIECE_BYTES // (PIECE_COLUMNS * depth * x.itemsize)) * PIECE_COLUMNS
     piece = x.new_empty((min(rows, width), depth))

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.executor.kernels import FIXED_ON, Activation, BlockOps, NormedRows, Ops
+from penstock.executor.kernels import FIXED_ON, BlockOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     adapter_products,
@@ -24,7 +24,6 @@ from penstock.executor.kernels.cuda import (
     rows,
     step_inputs,
 )
-from penstock.executor.kernels.weight import plain_weight
 from penstock.executor.protocol import ExecutorError
 
 __all__ = ["OPS", "SAMPLING_OPS", "CudaOps", "InvariantOps", "adapter_products", "choose_ops", "step_inputs"]
@@ -38,7 +37,7 @@ class CudaOps:
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
-    gated_linear: Callable[..., Tensor] = staticmethod(few_rows.gated_linear)
+    gated_linear: Callable[..., Tensor] = staticmethod(linear_products.gated_linear)
     rope_and_store = staticmethod(rope_and_store.rope_and_store)
     latent_rope_and_store = staticmethod(latent_rope.latent_rope_and_store)
     paged_attention = staticmethod(attention_ops.paged_attention)
@@ -73,10 +72,7 @@ class InvariantOps(CudaOps):
     paged_attention = staticmethod(partial(attention_ops.paged_attention, is_fixed=True))
     fused_experts = staticmethod(partial(expert_products.fused_experts, is_fixed=True))
     delta_rule = staticmethod(partial(delta_rule.delta_rule, is_fixed=True))
-
-    @staticmethod
-    def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-        return rows.gate(linear_products.linear(x, plain_weight(weight), is_fixed=True), activation)
+    gated_linear = staticmethod(partial(linear_products.gated_linear, is_fixed=True))
 
 
 OPS, SAMPLING_OPS = CudaOps(rows), CudaSampling()

@@ -118,6 +118,19 @@ def multiply(
     )
 
 
+def codes_spec(weight: Weight) -> ProductSpec | None:
+    """Return the spec of products with FP8 blocks or packed codes, without gates and tiles; None for other weights."""
+    (width, depth), (form, _, scales, zeros, *_) = weight.shape, weight
+    if scales is not None and form is BLOCKS:
+        sizes = width, width, depth, BLOCK, BLOCK, depth, False
+        return ProductSpec(*sizes, kind="blocks", group=BLOCK, scales_stride=scales.stride(-2))
+    if scales is None or not isinstance(form, Packed):
+        return None
+    per_byte = 8 // form.bits
+    sizes = width, width, depth, per_byte * form.half, form.half, depth, zeros is not None
+    return ProductSpec(*sizes, kind="groups", per_byte=per_byte, group=depth // len(scales))
+
+
 def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
     """Add the layout of codes and scales."""
     form, codes, scales = weight[:3]

@@ -4,7 +4,7 @@ the Triton kernels, interpreted and on a GPU.
 The calls are functions of benchmarks/gpu/cases.py, and cases.txt has their shapes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,14 +63,14 @@ def text_of(value: Any) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def every_line(both: str, in_c: str, in_triton: str) -> pytest.MarkDecorator:
-    """Parametrize with lines of each section: those that all kernels compute, C only, and Triton only."""
+def every_line(in_c: Sequence[str], in_triton: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize with lines of the sections that C computes, and of those that Triton computes."""
     params = []
     for dtype in ALL:
-        for name, line in lines(both, in_c):
+        for name, line in lines(*in_c):
             if dtype in line.dtypes and dtype in cpu_ops.DTYPES:
                 params += [pytest.param(level, dtype, line, id=f"{level}-{dtype}-{name}") for level in cpu_ops.levels()]
-        for name, line in lines(both, in_triton):
+        for name, line in lines(*in_triton):
             if dtype in line.dtypes:
                 slow = () if dtype in line.fast else (pytest.mark.slow_in_interpreter,)
                 for kind in IN_TRITON:
@@ -89,7 +89,9 @@ def open_kernels(kind: str, dtype: torch.dtype) -> tuple[Kernels, torch.device]:
     return TWINS._replace(ops=cpu_ops.make_ops(dtype, 64, 2, kind), wide_dtype=None), device
 
 
-@every_line("operations of C and of Triton", "operations of C", "operations of Triton")
+@every_line(
+    ("operations of C and of Triton", "operations of C"), ("operations of C and of Triton", "operations of Triton")
+)
 def test_operations_equal_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, line: Line) -> None:
     if HAS_TRITON:
         # Codes of 600 rows are dequantized in four pieces, the last of which has few columns.
@@ -100,7 +102,19 @@ def test_operations_equal_the_twin(monkeypatch: pytest.MonkeyPatch, kind: str, d
     check(kernels, Kit(device, dtype, page=line.page), TOLERANCE, line.build, *line.shape)
 
 
-@every_line("recurrent layers of C and of Triton", "recurrent layers of C", "recurrent layers of Triton")
+@every_line((), ("products of few rows by codes",))
+def test_few_rows_by_codes_equal_the_twin(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, line: Line
+) -> None:
+    monkeypatch.setattr("penstock.executor.kernels.cuda.few_rows.TAKES_CODES", True)
+    kernels, device = open_kernels(kind, dtype)
+    check(kernels, Kit(device, dtype), TOLERANCE, line.build, *line.shape)
+
+
+@every_line(
+    ("recurrent layers of C and of Triton", "recurrent layers of C"),
+    ("recurrent layers of C and of Triton", "recurrent layers of Triton"),
+)
 def test_a_recurrent_layer_and_its_states_equal_the_twin(kind: str, dtype: torch.dtype, line: Line) -> None:
     kernels, device = open_kernels(kind, dtype)
     factor = 1 if kind in ("interpreter", "cuda") else 0.5

@@ -222,8 +222,8 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return F.linear(rows, weight.codes if weight.is_numbers else grouped.widen(weight).to(rows.dtype), bias)
 
 
-def gated_linear(x: Tensor | NormedRows, weight: Tensor, activation: Activation) -> Tensor:
-    return gate(F.linear(_normed(x) if isinstance(x, NormedRows) else x, weight), activation)
+def gated_linear(x: Tensor | NormedRows, weight: Weight, activation: Activation) -> Tensor:
+    return gate(linear(x, weight), activation)
 
 
 def _normed(x: NormedRows) -> Tensor:
