@@ -7,6 +7,7 @@ script by their digests and forbids HTML made from text, so text of a model or a
 
 import base64
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 
@@ -26,25 +27,9 @@ def document() -> HTMLResponse:
     assert "</" not in style and "</script" not in script  # either would end its element
     html = _read("shell.html").replace("<style></style>", f"<style>{style}</style>")
     html = html.replace('<script type="module"></script>', f'<script type="module">{script}</script>')
-    policy = {
-        "default-src": "'none'",
-        "script-src": _digest(script),
-        "style-src": _digest(style),
-        "connect-src": "'self'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
-    headers = {
-        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "cache-control": "no-store",
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
-    return HTMLResponse(html, headers=headers)
+    digests = {"script": _digest(script), "style": _digest(style)}
+    headers = json.loads(_read("headers.json"))
+    return HTMLResponse(html, headers={name: "; ".join(headers[name]).format(**digests) for name in headers})
 
 
 def _read(name: str) -> str:
