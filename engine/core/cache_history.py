@@ -23,14 +23,14 @@ MAX_FOLLOWERS = 4  # different blocks that are known to follow the same block
 class CacheHistory:
     def __init__(self, info: ModelInfo, clock: Callable[[], float]) -> None:
         limit = min(4 * info.num_blocks, MAX_ENTRIES)
-        self._size, self._clock = info.block_size, clock
+        self._size, self.clock = info.block_size, clock
         self._has_states = any(group.kind == "state" for group in info.groups)
         self._evicted = RecentKeys(limit)  # key → the tier that it left, and when
         self._followers = RecentKeys(limit)  # key or root → the tokens of blocks that followed it
         self._namespaces = RecentKeys(limit)  # first block's tokens → salt and adapter
 
     def note_eviction(self, tier: str, key: bytes) -> None:
-        self._evicted.add(key, (tier, self._clock()))
+        self._evicted.add(key, (tier, self.clock()))
 
     def note_block(self, request: Request, block: int) -> None:
         """Record a block of the request whose content is cached from now on."""
@@ -55,7 +55,7 @@ class CacheHistory:
         tokens, followers = self._tokens(request, num), self._followers.get(self._parent(request, num), ())
         if (eviction := self._evicted.get(request.kv.keys[num])) is not None:
             tier, at_s = eviction
-            return Reuse(cached, "evicted", evicted_from=tier, evicted_s_ago=self._clock() - at_s)
+            return Reuse(cached, "evicted", evicted_from=tier, evicted_s_ago=self.clock() - at_s)
         if tokens in followers:  # the eviction is forgotten, or the cache was reset
             return Reuse(cached, "evicted")
         if num == 0 and not followers and tokens in self._namespaces:

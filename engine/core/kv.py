@@ -41,7 +41,7 @@ class Kv:
         self.keys = PageKeys(info.groups, info.block_size, makes_keys)
         self._groups, self._windows, self.num_pages = info.groups, self.keys.windows, self.keys.num_pages
         has_tiers = info.num_host_blocks > 0
-        self.tiers = Tiers(pool, self.keys, self._history, info, chunk, clock) if has_tiers else NoTiers(pool)
+        self.tiers = Tiers(pool, self.keys, self._history, info, chunk) if has_tiers else NoTiers(pool)
         self.pools = {"device": pool, **self.tiers.pools}  # those whose content is reported, by tier
         self._page_of = self.tiers.page_of
         # Checkpoints so far apart cost about as much memory as the blocks between them. On a GPU each one costs a step, too.

@@ -15,7 +15,7 @@ block is offered to the host, and from there to the disk, so eviction and preemp
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -67,17 +67,9 @@ class NoTiers:
 class Tiers:
     """The host blocks of requests, and the traffic between the device, the host and the stores."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        keys: PageKeys,
-        history: CacheHistory,
-        info: ModelInfo,
-        chunk: int,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, pool: BlockPool, keys: PageKeys, history: CacheHistory, info: ModelInfo, chunk: int) -> None:
         """`chunk` is the maximum number of positions in a row."""
-        self._pool, self._keys, self._history, self._clock = pool, keys, history, clock
+        self._pool, self._keys, self._history = pool, keys, history
         self._size = info.block_size
         self.index = TierIndex(info.num_host_blocks, info.stores)
         self.index.host.on_evict = partial(history.note_eviction, "host")
@@ -145,7 +137,7 @@ class Tiers:
         for request in [request for request, pairs in self._restoring.items() if not pairs]:
             del self._restoring[request]
             request.kv.is_restoring = False
-        self._loads.now_s = self._clock()
+        self._loads.now_s = self._history.clock()
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
         for request in self._loads.resume():
