@@ -23,7 +23,6 @@ from penstock.engine.http.model_list import model_entry, model_list
 from penstock.router import routes
 from penstock.router.answer import as_refusal
 from penstock.router.backend import Backend, RouteError
-from penstock.router.config import RouterConfig
 from penstock.router.exchange import BeginTrace, Exchange
 from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Replica
@@ -55,14 +54,13 @@ class RouterApp:
 
     def __init__(
         self,
-        config: RouterConfig,
         fleet: Fleet,
         exchanges: set[Exchange],
         prompts: PromptReader,
         watch: Callable[[Replica], None],
         begin_trace: BeginTrace,
     ) -> None:
-        self.config = config
+        self.config = config = fleet.config
         self.fleet = fleet
         self.prompts = prompts
         self.edge = Edge(config.limits, self.admit, self.handle)

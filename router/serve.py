@@ -87,7 +87,7 @@ class RouterProcess:
         exchanges: set[Exchange] = set()
         self.fleet = Fleet(config, partial(move_requests, exchanges))
         begin_trace, self._export_spans = spans_of(config)
-        self.app = RouterApp(config, self.fleet, exchanges, prompts, self._watch, begin_trace)
+        self.app = RouterApp(self.fleet, exchanges, prompts, self._watch, begin_trace)
         self.feeds = KvFeeds(self.fleet, self._can_follow)
         self.discovery = Discovery(config.discover, self.app.apply, self.fleet.tasks)
         self._servers: list[asyncio.Server] = []
