@@ -18,6 +18,7 @@ from typing import Any, Unpack
 import msgspec
 import zmq
 
+from penstock.engine import messages
 from penstock.engine.config import ConfigError, EngineConfig
 from penstock.engine.front.adapter_files import read_ahead
 from penstock.engine.front.answer import Answer, OpenAnswers
@@ -25,28 +26,6 @@ from penstock.engine.front.engine import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.liveness import TICK_S, Liveness
 from penstock.engine.front.submit import AnswerOptions, begin_answer
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.messages import (
-    Abort,
-    CacheUpdate,
-    Connected,
-    Control,
-    ControlReply,
-    CoreStart,
-    Dead,
-    EngineState,
-    FromCore,
-    Heartbeat,
-    LoadProgress,
-    Output,
-    Outputs,
-    Ready,
-    Shutdown,
-    Stats,
-    ToCore,
-    UnloadAdapter,
-    WatchCache,
-    Withdraw,
-)
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import ChildProcess, receive, start_child
@@ -72,8 +51,8 @@ class AsyncEngine:
         core: str = "penstock.core_process",
     ) -> None:
         """`core`: the module that runs as the core process; another one may open another executor."""
-        self.stats = Stats()
-        self.state = EngineState()
+        self.stats = messages.Stats()
+        self.state = messages.EngineState()
         self.config = config
         self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
         self._core_module = core
@@ -81,22 +60,22 @@ class AsyncEngine:
         self._ids = itertools.count()
         self.answers = OpenAnswers()  # those in flight
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self._decoder = msgspec.msgpack.Decoder(messages.FromCore)
         self._is_connected = False
-        self._heartbeat = Heartbeat(0.0)
+        self._heartbeat = messages.Heartbeat(0.0)
         self._liveness = Liveness()
         self._ticking: asyncio.TimerHandle | None = None
         self._death: str | None = None
         self._end_reason = ""  # why `close` was called
         # The replies that control messages wait for, by the number of the message.
-        self._pending_replies: dict[int, asyncio.Future[ControlReply]] = {}
+        self._pending_replies: dict[int, asyncio.Future[messages.ControlReply]] = {}
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
         self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
-        self.on_step: Callable[[Outputs], None] = lambda _outputs: None  # the server's metrics listen here
-        self.on_cache_update: Callable[[CacheUpdate], None] = lambda _update: None  # after `watch_cache`
+        self.on_step: Callable[[messages.Outputs], None] = lambda _outputs: None  # the server's metrics listen here
+        self.on_cache_update: Callable[[messages.CacheUpdate], None] = lambda _update: None  # after `watch_cache`
 
     async def start(self) -> None:
         """Wait until the core has loaded the model."""
@@ -127,7 +106,7 @@ class AsyncEngine:
             self._directory = None
             raise ConfigError(f"TMPDIR: no sockets can be made in {tempfile.gettempdir()!r}: {error}") from None
         loop.add_reader(self._from_core.fileno(), self._drain)
-        start = CoreStart(str(self._directory), self.config)
+        start = messages.CoreStart(str(self._directory), self.config)
         self._process = process = start_child(self._core_module, "the engine core", start)
         loop.add_reader(process.channel, self._read_heartbeat, process)
         self._tick()
@@ -155,7 +134,7 @@ class AsyncEngine:
         if process is not None:
             if self._is_ready and self.health().alive:  # otherwise it does not read messages
                 with contextlib.suppress(EngineDead, TimeoutError):
-                    self._send(Shutdown())
+                    self._send(messages.Shutdown())
                     async with asyncio.timeout(STOP_GRACE_S):
                         await self._gone.wait()
             process.kill()
@@ -216,21 +195,21 @@ class AsyncEngine:
     def abort(self, request_ids: Iterable[str]) -> None:
         still_open = [request_id for request_id in request_ids if request_id in self.answers]
         if still_open:
-            self._send(Abort(still_open))
+            self._send(messages.Abort(still_open))
 
     def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
-        self._send(WatchCache(is_on, with_blocks))
+        self._send(messages.WatchCache(is_on, with_blocks))
 
     async def reset_prefix_cache(self) -> bool:
         return not (await self._ask("reset_prefix_cache")).error
 
-    async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> EngineState:
+    async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> messages.EngineState:
         number = next(self._ids)
         try:
             answer = await self._ask(operation, number, **fields)
         except asyncio.CancelledError:
             if is_withdrawable:
-                self._send(Withdraw(number))
+                self._send(messages.Withdraw(number))
             raise
         if answer.error:
             raise WeightsError(answer.error)
@@ -248,21 +227,21 @@ class AsyncEngine:
             raise AdapterError(answer.error)
         return answer.adapter
 
-    def _ask(self, operation: str, number: int | None = None, **fields: Any) -> asyncio.Future[ControlReply]:
+    def _ask(self, operation: str, number: int | None = None, **fields: Any) -> asyncio.Future[messages.ControlReply]:
         """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
         number = next(self._ids) if number is None else number
         waiting = self._pending_replies[number] = asyncio.get_running_loop().create_future()
-        self._send(Control(number, operation, **fields))  # type: ignore[arg-type]
+        self._send(messages.Control(number, operation, **fields))  # type: ignore[arg-type]
         return waiting
 
-    def _unload_again(self, loading: asyncio.Future[ControlReply]) -> None:
+    def _unload_again(self, loading: asyncio.Future[messages.ControlReply]) -> None:
         if loading.exception() is None and (adapter := loading.result().adapter) is not None:
             self.unload_adapter(adapter.key)
 
     def unload_adapter(self, key: str) -> None:
-        self._send(UnloadAdapter(key))
+        self._send(messages.UnloadAdapter(key))
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -270,7 +249,7 @@ class AsyncEngine:
         socket.bind(f"ipc://{self._directory}/{name}")
         return socket
 
-    def _send(self, message: ToCore) -> None:
+    def _send(self, message: messages.ToCore) -> None:
         """Send a message, unless the core has ended."""
         try:
             if self._death is None:
@@ -284,35 +263,35 @@ class AsyncEngine:
             while True:
                 self._receive(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
 
-    def _receive(self, message: FromCore) -> None:
+    def _receive(self, message: messages.FromCore) -> None:
         self._liveness.heard()
-        if isinstance(message, Outputs):
+        if isinstance(message, messages.Outputs):
             before, self.stats = self.stats, message.stats
             self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
             for output in message.outputs:
                 self.answers.deliver(output)
             self.on_step(message)
-        elif isinstance(message, CacheUpdate):
+        elif isinstance(message, messages.CacheUpdate):
             self.on_cache_update(message)
-        elif isinstance(message, ControlReply):
+        elif isinstance(message, messages.ControlReply):
             self._take_answer(message)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, messages.Heartbeat):
             if message.overdue_s > 0 and not self._heartbeat.overdue_s and self._process is not None:
                 self._process.dump_stacks()
             self._heartbeat = message
-        elif isinstance(message, Connected):
+        elif isinstance(message, messages.Connected):
             self._is_connected = True
-        elif isinstance(message, LoadProgress):
+        elif isinstance(message, messages.LoadProgress):
             self._progress(message.line)
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             assert self._ready is not None
             self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
             if not self._ready.done():
                 self._ready.set_result(message.info)
-        elif isinstance(message, Dead):
+        elif isinstance(message, messages.Dead):
             self._die(message.error)
 
-    def _take_answer(self, message: ControlReply) -> None:
+    def _take_answer(self, message: messages.ControlReply) -> None:
         """Store the new state, even if the caller has left, and wake the caller."""
         self.state = message.state
         if self.state.fingerprint != self.info.fingerprint:
@@ -325,7 +304,7 @@ class AsyncEngine:
         """Read a heartbeat of the core; end all requests if its process has ended."""
         message = receive(process.channel)
         if message is not None:
-            self._receive(msgspec.msgpack.decode(message, type=Heartbeat))
+            self._receive(msgspec.msgpack.decode(message, type=messages.Heartbeat))
             return
         asyncio.get_running_loop().remove_reader(process.channel)
         self._ending = asyncio.ensure_future(self._end(process))
@@ -347,7 +326,7 @@ class AsyncEngine:
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
         for request_id in [*self.answers]:
-            self.answers.deliver(Output(request_id, [], finish_reason="error", error=self._death))
+            self.answers.deliver(messages.Output(request_id, [], finish_reason="error", error=self._death))
 
     def _retry_after_s(self) -> int:
         """Estimate how long a full queue takes to have room, at the mean rate since the start."""

@@ -9,16 +9,7 @@ from msgspec import Raw
 
 from penstock.engine.http.body import decode
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.server.agents.items_schema import (
-    ITEM,
-    AnyItem,
-    CallItem,
-    CustomCallItem,
-    ItemText,
-    MessageItem,
-    ReasoningItem,
-    ResultItem,
-)
+from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
 from penstock.engine.server.lenient import decode_lenient
 from penstock.engine.server.requests import Tool
@@ -30,7 +21,7 @@ from penstock.executor.protocol import ModelInfo
 INPUT: Any = str | list[dict[str, Any]]
 
 
-def given_items(raw: Raw, info: ModelInfo, ignored: list[str]) -> list[AnyItem]:
+def given_items(raw: Raw, info: ModelInfo, ignored: list[str]) -> list[schema.AnyItem]:
     """Decode `input`, which may be missing, a text or a list of items; an item without a type is a message. Append the
     names of ignored fields to `ignored`."""
     if bytes(raw) in (b"", b"null"):
@@ -47,23 +38,25 @@ def given_items(raw: Raw, info: ModelInfo, ignored: list[str]) -> list[AnyItem]:
             raise InvalidRequest(f"input[{place}].type", what)
     items = [{name: value for name, value in item.items() if value is not None} for item in given]
     typed = msgspec.json.encode([{"type": "message", **item} for item in items])
-    return [*decode_lenient(list[ITEM], typed, "input", ignored)]
+    return [*decode_lenient(list[schema.ITEM], typed, "input", ignored)]
 
 
-def add_items(conversation: Conversation, items: Iterable[tuple[str, AnyItem]], instructions: str | None) -> None:
+def add_items(
+    conversation: Conversation, items: Iterable[tuple[str, schema.AnyItem]], instructions: str | None
+) -> None:
     """Add items, each with its path in the request, to a conversation."""
     if instructions:
         conversation.say("instructions", "system", instructions, "")
     for place, item in items:
-        if isinstance(item, MessageItem):
+        if isinstance(item, schema.MessageItem):
             conversation.say(place, item.role, chat_text(item.content))
-        elif isinstance(item, CallItem | CustomCallItem):
+        elif isinstance(item, schema.CallItem | schema.CustomCallItem):
             if item.status != "incomplete":  # an incomplete call has truncated arguments
-                arguments = item.arguments if isinstance(item, CallItem) else {"input": item.input}
+                arguments = item.arguments if isinstance(item, schema.CallItem) else {"input": item.input}
                 conversation.call(place, item.call_id, item.name, arguments)
-        elif isinstance(item, ResultItem):
+        elif isinstance(item, schema.ResultItem):
             conversation.result(place, item.call_id, chat_text(item.output), "call_id")
-        elif isinstance(item, ReasoningItem):
+        elif isinstance(item, schema.ReasoningItem):
             conversation.think(place, "\n".join(part.text for part in item.content or item.summary))
 
 
@@ -98,7 +91,7 @@ def chat_tools(tools: Mapping[int, Function], paths: dict[str, str], schema_fiel
     return [Tool(tool) for tool in tools.values()]
 
 
-def chat_text(content: str | list[ItemText]) -> str | list[TextPart]:
+def chat_text(content: str | list[schema.ItemText]) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
     return [TextPart("text", part.text or part.refusal) for part in content]

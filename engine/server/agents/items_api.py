@@ -11,22 +11,10 @@ from msgspec import Raw
 
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.server import prompts
-from penstock.engine.server import requests as schema
+from penstock.engine.server import prompts, requests
+from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
 from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
-from penstock.engine.server.agents.items_schema import (
-    ITEM,
-    LOGPROBS,
-    NOT_SERVED,
-    VENDOR_TOOLS,
-    AnyItem,
-    AnyTool,
-    ChosenTool,
-    CountItemsRequest,
-    ResponsesRequest,
-    VendorPart,
-)
 from penstock.engine.server.agents.response_store import StoredResponse
 from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
@@ -48,12 +36,12 @@ PATHS = {  # the chat API's field → the field in this API
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
 }
-SAME = schema.CHAT_FIELDS & {*ResponsesRequest.__struct_fields__}
+SAME = requests.CHAT_FIELDS & {*schema.ResponsesRequest.__struct_fields__}
 
 
 async def responses(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of items."""
-    request = service.accept(call, body, ResponsesRequest, NOT_SERVED)
+    request = service.accept(call, body, schema.ResponsesRequest, schema.NOT_SERVED)
     if request.prompt_cache_options is not None and request.prompt_cache_options.get("prewarm"):
         raise InvalidRequest("prompt_cache_options.prewarm", "every response is generated; send max_output_tokens 1")
     chat, conversation, tools, given = await _chat(service, call, request, len(body))
@@ -72,7 +60,7 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
 
 async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a response would have."""
-    request = service.accept(call, body, CountItemsRequest, NOT_SERVED)
+    request = service.accept(call, body, schema.CountItemsRequest, schema.NOT_SERVED)
     chat, conversation, _, _ = await _chat(service, call, request, len(body))
     num_tokens = await prompts.count_tokens(chat, conversation, service)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
@@ -104,17 +92,19 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
 
 
 async def _chat(
-    service: Service, call: Call, request: CountItemsRequest, size_bytes: int
-) -> tuple[schema.ChatRequest, Conversation, dict[int, AnyTool], list[AnyItem]]:
+    service: Service, call: Call, request: schema.CountItemsRequest, size_bytes: int
+) -> tuple[requests.ChatRequest, Conversation, dict[int, schema.AnyTool], list[schema.AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
     call.paths |= PATHS
     conversation = Conversation(size_bytes, call.paths)
-    tools: dict[int, AnyTool] = own_tools(request.tools, AnyTool, VENDOR_TOOLS, call.ignored)
+    tools: dict[int, schema.AnyTool] = own_tools(request.tools, schema.AnyTool, schema.VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)
     past = _past(service, call, request.previous_response_id)
     given = given_items(request.input, service.info, call.ignored)
-    placed: list[tuple[str, AnyItem]] = [
-        ("previous_response_id", item) for stored in past for item in msgspec.json.decode(stored.items, type=list[ITEM])
+    placed: list[tuple[str, schema.AnyItem]] = [
+        ("previous_response_id", item)
+        for stored in past
+        for item in msgspec.json.decode(stored.items, type=list[schema.ITEM])
     ]
     placed += [(f"input[{place}]", item) for place, item in enumerate(given)]
     if not placed:
@@ -123,18 +113,18 @@ async def _chat(
     add_items(conversation, placed, request.instructions)
     custom = {place: tool for place, tool in tools.items() if isinstance(tool, CustomTool)}
     await check_regexes({f"tools[{place}].format.definition": tool.format for place, tool in custom.items()})
-    return schema.ChatRequest(messages=Raw(), **fields), conversation, tools, given
+    return requests.ChatRequest(messages=Raw(), **fields), conversation, tools, given
 
 
-def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -> dict[str, Any]:
+def _fields(request: schema.CountItemsRequest, tools: dict[int, schema.AnyTool], call: Call) -> dict[str, Any]:
     """Return all fields of the chat request except its messages."""
     choice = request.tool_choice
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
     fields |= {"tool_choice": choice, "max_tokens": getattr(request, "max_output_tokens", None)}
-    if isinstance(choice, ChosenTool):
+    if isinstance(choice, schema.ChosenTool):
         if any(tool.name == choice.name and tool.__struct_config__.tag != choice.type for tool in tools.values()):
             raise InvalidRequest("tool_choice.type", f"the tool {clip(choice.name)!r} has another type")
-        fields["tool_choice"] = schema.NamedTool(schema.FunctionName(choice.name))
+        fields["tool_choice"] = requests.NamedTool(requests.FunctionName(choice.name))
     functions = {
         place: as_function(tool.name, tool.description, tool.format) if isinstance(tool, CustomTool) else tool
         for place, tool in tools.items()
@@ -142,11 +132,11 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
     fields["tools"] = chat_tools(functions, call.paths, "parameters")
     form = request.text.format if request.text is not None else None
     if form is not None:
-        of_json = None if form.type != "json_schema" and form.schema is None else schema.JsonSchema(form.schema)
-        fields["response_format"] = schema.ResponseFormat(form.type, of_json)
+        of_json = None if form.type != "json_schema" and form.schema is None else requests.JsonSchema(form.schema)
+        fields["response_format"] = requests.ResponseFormat(form.type, of_json)
     included = getattr(request, "include", None) or ()
-    call.ignored += dict.fromkeys(f"include:{part}" for part in included if part in get_args(VendorPart))
-    fields["logprobs"] = LOGPROBS in included or bool(fields["top_logprobs"]) or None
+    call.ignored += dict.fromkeys(f"include:{part}" for part in included if part in get_args(schema.VendorPart))
+    fields["logprobs"] = schema.LOGPROBS in included or bool(fields["top_logprobs"]) or None
     if not fields["logprobs"]:
         fields["top_logprobs"] = None
     if request.reasoning is not None:
@@ -154,7 +144,9 @@ def _fields(request: CountItemsRequest, tools: dict[int, AnyTool], call: Call) -
     return fields
 
 
-def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[AnyTool]) -> dict[str, Any]:
+def _reply(
+    service: Service, call: Call, request: schema.ResponsesRequest, tools: list[schema.AnyTool]
+) -> dict[str, Any]:
     """Return the response without an answer yet, with the effective options of the request."""
     asked = {name: value for name in DEFAULTS if (value := getattr(request, name, None)) is not None}
     defaults = {name: service.config.default_sampling.get(name, 1.0) for name in ("temperature", "top_p")}
@@ -165,12 +157,16 @@ def _reply(service: Service, call: Call, request: ResponsesRequest, tools: list[
 
 
 def _keep(
-    service: Service, call: Call, request: ResponsesRequest, input_items: list[AnyItem], reply: dict[str, Any]
+    service: Service,
+    call: Call,
+    request: schema.ResponsesRequest,
+    input_items: list[schema.AnyItem],
+    reply: dict[str, Any],
 ) -> bool:
     """Store the response unless the client has disabled it; return whether it is stored."""
     if request.store is False:
         return False
-    output = msgspec.convert(reply["output"], list[ITEM])  # without log-probabilities
+    output = msgspec.convert(reply["output"], list[schema.ITEM])  # without log-probabilities
     items = msgspec.json.encode([*input_items, *output])
     stored = StoredResponse(call.owner, msgspec.json.encode(reply), items, request.previous_response_id)
     return service.responses.put(reply["id"], stored)

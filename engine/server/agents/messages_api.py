@@ -6,22 +6,10 @@ from typing import Any
 from msgspec import Raw
 
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.server import prompts
-from penstock.engine.server import requests as schema
+from penstock.engine.server import prompts, requests
+from penstock.engine.server.agents import messages_schema as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
 from penstock.engine.server.agents.items import chat_tools, own_tools
-from penstock.engine.server.agents.messages_schema import (
-    NOT_SERVED,
-    VENDOR_TOOLS,
-    BlockMessage,
-    BlockTool,
-    CountRequest,
-    MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
 from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
@@ -42,12 +30,12 @@ PATHS = {  # the chat API's field → the field in this API
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Claude Code's first system block, which differs for each conversation, so that none would share a prefix with another.
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:.*\n?")
-SAME = schema.CHAT_FIELDS & {*MessagesRequest.__struct_fields__}
+SAME = requests.CHAT_FIELDS & {*schema.MessagesRequest.__struct_fields__}
 
 
 async def messages(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of blocks."""
-    request = service.accept(call, body, MessagesRequest, NOT_SERVED)
+    request = service.accept(call, body, schema.MessagesRequest, schema.NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     plan = await ask(service, call, chat, conversation)
     writer = BlockWriter(call, plan, is_stream=bool(request.stream))
@@ -56,17 +44,17 @@ async def messages(service: Service, call: Call, body: bytes) -> Reply:
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a message would have."""
-    request = service.accept(call, body, CountRequest, NOT_SERVED)
+    request = service.accept(call, body, schema.CountRequest, schema.NOT_SERVED)
     chat, conversation = _chat(service, call, request, len(body))
     return {"input_tokens": await prompts.count_tokens(chat, conversation, service)}
 
 
 def _chat(
-    service: Service, call: Call, request: CountRequest, size_bytes: int
-) -> tuple[schema.ChatRequest, Conversation]:
+    service: Service, call: Call, request: schema.CountRequest, size_bytes: int
+) -> tuple[requests.ChatRequest, Conversation]:
     """Convert the request to a chat. `size_bytes`: size of the body."""
     check_braces("messages", request.messages, service.info)
-    given = decode_lenient(list[BlockMessage], request.messages, "messages", call.ignored)
+    given = decode_lenient(list[schema.BlockMessage], request.messages, "messages", call.ignored)
     if not given:
         raise InvalidRequest("messages", "at least one is needed")
     if given[-1].role == "assistant" and not given[-1].content and len(given) > 1:
@@ -83,31 +71,31 @@ def _chat(
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
     # A last message of the assistant is the beginning of the answer, which the model continues.
     fields["continue_final_message"] = True if given[-1].role == "assistant" else None
-    tools = own_tools(request.tools, BlockTool, VENDOR_TOOLS, call.ignored)
+    tools = own_tools(request.tools, schema.BlockTool, schema.VENDOR_TOOLS, call.ignored)
     fields |= _options(request) | {"tools": chat_tools(tools, call.paths, "input_schema")}
-    return schema.ChatRequest(messages=Raw(), **fields), conversation
+    return requests.ChatRequest(messages=Raw(), **fields), conversation
 
 
-def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
+def _add(chat: Conversation, path: str, message: schema.BlockMessage) -> None:
     """Add an assistant's blocks as one message, and each tool result as a separate message between the texts."""
     content = message.content or ("" if message.role == "assistant" else [])  # an answer may have been empty
-    blocks = [TextBlock(text=content)] if isinstance(content, str) else content
+    blocks = [schema.TextBlock(text=content)] if isinstance(content, str) else content
     if not blocks:
         raise InvalidRequest(f"{path}.content", "at least one block is needed")
     texts: list[TextPart] | None = None
     for index, block in enumerate(blocks):
         at = f"{path}.content[{index}]"
-        owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
-        if message.role != owner and not isinstance(block, TextBlock):
+        owner = "user" if isinstance(block, schema.ToolResultBlock) else "assistant"
+        if message.role != owner and not isinstance(block, schema.TextBlock):
             raise InvalidRequest(f"{at}.type", f"only messages of the {owner} have it; the role is {message.role!r}")
-        if isinstance(block, TextBlock):
+        if isinstance(block, schema.TextBlock):
             if texts is None:
                 texts = []
                 chat.say(path, message.role, texts)
             texts.append(TextPart("text", block.text))
-        elif isinstance(block, ThinkingBlock):
+        elif isinstance(block, schema.ThinkingBlock):
             chat.think(path, block.thinking)
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, schema.ToolUseBlock):
             chat.call(at, block.id, block.name, block.input)
         else:
             error = "Error: " if block.is_error else ""  # templates cannot mark errors in any other way
@@ -115,11 +103,11 @@ def _add(chat: Conversation, path: str, message: BlockMessage) -> None:
             texts = None
 
 
-def _text(content: str | list[TextBlock]) -> str:
+def _text(content: str | list[schema.TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _options(request: CountRequest) -> dict[str, Any]:
+def _options(request: schema.CountRequest) -> dict[str, Any]:
     """Return the chat fields that have another name or form in this API."""
     fields: dict[str, Any] = {"stop": getattr(request, "stop_sequences", None)}
     if (thinking := request.thinking) is not None:
@@ -128,11 +116,13 @@ def _options(request: CountRequest) -> dict[str, Any]:
     if (choice := request.tool_choice) is not None:
         if (choice.type == "tool") != (choice.name is not None):
             raise InvalidRequest("tool_choice.name", "needed with the type 'tool', and only there")
-        named = None if choice.name is None else schema.NamedTool(schema.FunctionName(choice.name))
+        named = None if choice.name is None else requests.NamedTool(requests.FunctionName(choice.name))
         fields["tool_choice"] = named or CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if (config := request.output_config) is not None:
         fields["reasoning_effort"] = config.effort
         if config.format is not None:
-            fields["response_format"] = schema.ResponseFormat("json_schema", schema.JsonSchema(config.format.schema))
+            fields["response_format"] = requests.ResponseFormat(
+                "json_schema", requests.JsonSchema(config.format.schema)
+            )
     return fields
