@@ -6,7 +6,7 @@ from msgspec import Raw
 
 from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.server.lenient import decode_lenient
+from penstock.engine.server.other_fields import decode_lenient
 from penstock.engine.server.requests import ChatMessage
 from penstock.engine.text.chat_messages import CalledFunction, Message, PastCall, TextPart
 from penstock.executor.protocol import ModelInfo

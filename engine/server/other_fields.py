@@ -1,12 +1,31 @@
-"""The fields of OpenAI's, Anthropic's and vLLM's APIs that no request schema declares (other_fields.json)."""
+"""The fields of requests that no schema declares: the known ones (other_fields.json), and all others.
 
+Clients send back what other servers answered, so that one field more in a message or a tool must not be an error: it is
+left out, and named for the log and a header. `OTHER_FIELDS.in_messages` has the fields that are refused, because they
+would change the answer.
+
+Valid values are decoded once, strictly. Only a value that its schema refuses is decoded again and compared with the schema
+in Python.
+"""
+
+import re
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Raw, inspect
 
-from penstock.engine.http.errors import HttpError
+from penstock.engine.http.body import MAX_FIELDS, decode, decoded
+from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
+
+MAX_OBJECTS = 32_768  # objects in one field; comparing them takes about 50 ms
+
+T = TypeVar("T")
+
+_INDEX = re.compile(r"\[\d+\]")
+_type_of = cache(inspect.type_info)
 
 
 class UnsupportedField(NamedTuple):
@@ -39,3 +58,73 @@ def check_neutral(name: str, value: Any, unserved: UnsupportedField) -> None:
     if unserved.details is not None:
         raise HttpError(400, f"{name}: {unserved.reason}", param=name, details=unserved.details)
     raise InvalidRequest(name, unserved.reason)
+
+
+def decode_lenient(kind: type[T], source: bytes | Raw, field: str, ignored: list[str]) -> T:
+    """Decode `source`, the value of `field`; append the names of fields that are left out to `ignored`."""
+    try:
+        return decoded(kind, source)
+    except (msgspec.DecodeError, RecursionError):
+        return decode(kind, declared(kind, source, field, ignored), field)
+
+
+def declared(kind: Any, source: bytes | Raw, field: str, ignored: list[str]) -> bytes:
+    """Return the JSON of `source` without the fields that `kind` does not declare."""
+    comparison = _Comparison()
+    value = comparison.declared(decode(object, source, field), _type_of(kind), field)
+    ignored += [name for name in comparison.names if name not in ignored]
+    return msgspec.json.encode(value)
+
+
+class _Comparison:
+    """Compares one value with its type."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}  # of the fields that were left out, without positions
+        self._num_objects = 0
+
+    def declared(self, value: Any, kind: inspect.Type, path: str) -> Any:
+        """Return a copy of the value, at `path`, without undeclared fields. A value of another type is returned as it is."""
+        kind = _alternative(value, kind)
+        if isinstance(kind, inspect.ListType):
+            return [self.declared(item, kind.item_type, f"{path}[{place}]") for place, item in enumerate(value)]
+        if not isinstance(kind, inspect.StructType):
+            return value
+        self._num_objects += 1
+        if self._num_objects > MAX_OBJECTS:
+            raise InvalidRequest(path, f"more than {MAX_OBJECTS} objects, and fields that are not served")
+        types = _field_types(kind.cls)
+        result = {}
+        for name, item in value.items():
+            if name in types:
+                result[name] = self.declared(item, types[name], f"{path}.{name}")
+            else:
+                self._leave_out(f"{path}.{clip(name)}", name, item)
+        return result
+
+    def _leave_out(self, path: str, name: str, value: Any) -> None:
+        if (unserved := OTHER_FIELDS.in_messages.get(name)) is not None:
+            check_neutral(path, value, unserved)
+        if len(self.names) < MAX_FIELDS:
+            self.names[_INDEX.sub("[]", path)] = None
+
+
+@cache
+def _field_types(struct: type) -> dict[str, inspect.Type]:
+    """Return the types of a struct's fields by their names in JSON, with its tag."""
+    kind = _type_of(struct)
+    assert isinstance(kind, inspect.StructType)
+    types: dict[str, inspect.Type] = {field.encode_name: field.type for field in kind.fields}
+    return types if kind.tag_field is None else {kind.tag_field: inspect.AnyType(), **types}
+
+
+def _alternative(value: Any, kind: inspect.Type) -> inspect.Type:
+    """Return the type of a list or an object, of those that the value may have; any other type if none fits."""
+    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(each, inspect.ListType) and isinstance(value, list):
+            return each
+        if not isinstance(each, inspect.StructType) or not isinstance(value, dict):
+            continue
+        if each.tag_field is None or value.get(each.tag_field) == each.tag:
+            return each
+    return inspect.AnyType()

@@ -7,7 +7,7 @@ SamplingParams and the engine validate the values.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw
@@ -18,14 +18,13 @@ from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.options import refused_part
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
-from penstock.engine.server.lenient import declared
-from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral
+from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral, declared
 from penstock.engine.server.tool_schema import Function, Grammar, TextInput, as_function
 from penstock.engine.text.chat_messages import CalledFunction, Message, PastCall, TextPart
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
-OPEN_FIELDS = ("tools", "system")  # unknown fields inside them are ignored, as in messages (lenient.py)
+OPEN_FIELDS = ("tools", "system")  # unknown fields inside them are ignored, as in messages (other_fields.py)
 # Fields of SamplingParams that requests have under the same name and with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
@@ -59,10 +58,17 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool | None = None  # with json_object, as in llama.cpp
 
 
-class PromptRequest(msgspec.Struct, kw_only=True):
-    """The fields of every endpoint that runs the model. An absent field and null mean the default."""
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """The field of every endpoint that names a model. An absent field and null mean the default."""
+
+    UNSERVED: ClassVar = OTHER_FIELDS.unserved  # the known fields that are refused unless their value is neutral
 
     model: str | None = None
+
+
+class PromptRequest(ModelRequest, kw_only=True):
+    """The fields of every endpoint that runs the model."""
+
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None  # which end of the prompt is cut off
     add_special_tokens: bool | None = None
@@ -258,10 +264,9 @@ class EmbeddingRequest(PromptRequest, kw_only=True):
     normalize: bool | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(ModelRequest, kw_only=True):
     """POST /tokenize: of `prompt` or of `messages`"""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Raw = msgspec.field(default_factory=Raw)
     add_generation_prompt: bool | None = None
@@ -275,11 +280,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(ModelRequest, kw_only=True):
     """POST /detokenize"""
 
     tokens: Raw
-    model: str | None = None
     skip_special_tokens: bool | None = None
 
 
@@ -291,6 +295,7 @@ _ELSEWHERE = UnsupportedField("this endpoint has no such field")
 
 
 # Fields of our own endpoints. An endpoint that lacks one of them refuses it instead of ignoring it.
+Asked = TypeVar("Asked", bound=ModelRequest)
 OWN_FIELDS = frozenset(
     name
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
@@ -298,12 +303,7 @@ OWN_FIELDS = frozenset(
 )
 
 
-def parse(
-    body: bytes,
-    kind: type[Request],
-    ignored: list[str],
-    unserved: Mapping[str, UnsupportedField] = OTHER_FIELDS.unserved,
-) -> Request:
+def parse(body: bytes, kind: type[Asked], ignored: list[str]) -> Asked:
     """Decode the request in `body`; append the names of unknown fields, also of those in OPEN_FIELDS, to `ignored`.
 
     Raise HttpError or InvalidRequest, naming the field, if a field is invalid or its value is not supported.
@@ -314,8 +314,8 @@ def parse(
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
                 raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
-        elif name in unserved:
-            check_neutral(name, _small(name, raw), unserved[name])
+        elif name in kind.UNSERVED:
+            check_neutral(name, _small(name, raw), kind.UNSERVED[name])
         elif name in OTHER_FIELDS.harmless:
             continue
         elif name in OWN_FIELDS:

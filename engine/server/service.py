@@ -7,10 +7,10 @@ tokenized count as if they were queued already.
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,8 +23,7 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField
-from penstock.engine.server.requests import PromptRequest, parse
+from penstock.engine.server.requests import Asked, PromptRequest, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.template import ChatTemplate, text_digest
@@ -32,7 +31,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, WeightsError
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
-Asked = TypeVar("Asked", bound=PromptRequest)
 REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # the errors that as_http_error converts
 
 
@@ -96,15 +94,9 @@ class Service:
         served = ", ".join((*self.config.served_model_names, *self.adapters.served))
         raise HttpError(404, f"model: {clip(name)!r} is not served here; available are: {served}", param="model")
 
-    def accept(
-        self,
-        call: Call,
-        body: bytes,
-        kind: type[Asked],
-        unserved: Mapping[str, UnsupportedField] = OTHER_FIELDS.unserved,
-    ) -> Asked:
+    def accept(self, call: Call, body: bytes, kind: type[Asked]) -> Asked:
         """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
-        request = parse(body, kind, call.ignored, unserved)
+        request = parse(body, kind, call.ignored)
         call.model = self.check_model(request.model)
         return request
 

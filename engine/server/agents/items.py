@@ -11,7 +11,7 @@ from penstock.engine.http.body import decode
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
-from penstock.engine.server.lenient import decode_lenient
+from penstock.engine.server.other_fields import decode_lenient
 from penstock.engine.server.requests import Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.engine.server.tool_schema import Function

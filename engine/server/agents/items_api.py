@@ -41,7 +41,7 @@ SAME = requests.CHAT_FIELDS & {*schema.ResponsesRequest.__struct_fields__}
 
 async def responses(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of items."""
-    request = service.accept(call, body, schema.ResponsesRequest, schema.NOT_SERVED)
+    request = service.accept(call, body, schema.ResponsesRequest)
     if request.prompt_cache_options is not None and request.prompt_cache_options.get("prewarm"):
         raise InvalidRequest("prompt_cache_options.prewarm", "every response is generated; send max_output_tokens 1")
     chat, conversation, tools, given = await _chat(service, call, request, len(body))
@@ -60,7 +60,7 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
 
 async def input_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a response would have."""
-    request = service.accept(call, body, schema.CountItemsRequest, schema.NOT_SERVED)
+    request = service.accept(call, body, schema.CountItemsRequest)
     chat, conversation, _, _ = await _chat(service, call, request, len(body))
     num_tokens = await prompts.count_tokens(chat, conversation, service)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}

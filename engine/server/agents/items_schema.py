@@ -129,6 +129,8 @@ class ChosenTool(Strict, frozen=True):
 class CountItemsRequest(PromptRequest, kw_only=True):
     """POST /v1/responses/input_tokens: what a prompt is made of"""
 
+    UNSERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.responses
+
     input: Raw = msgspec.field(default_factory=Raw)
     instructions: str | None = None
     previous_response_id: Id | None = None
@@ -157,6 +159,3 @@ class ResponsesRequest(CountItemsRequest, kw_only=True):
     prompt_cache_key: str | None = None
     max_tool_calls: int | None = None  # without effect: it limits tools that OpenAI runs
     prompt_cache_options: dict[str, Any] | None = None  # all KV blocks are cached as long as they fit
-
-
-NOT_SERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.responses

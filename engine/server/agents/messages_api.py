@@ -15,7 +15,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation, check_braces
 from penstock.engine.server.endpoint import Reply
-from penstock.engine.server.lenient import decode_lenient
+from penstock.engine.server.other_fields import decode_lenient
 from penstock.engine.server.service import Service
 from penstock.engine.text.chat_messages import TextPart
 from penstock.engine.text.prompt import thinking_switch
@@ -35,7 +35,7 @@ SAME = requests.CHAT_FIELDS & {*schema.MessagesRequest.__struct_fields__}
 
 async def messages(service: Service, call: Call, body: bytes) -> Reply:
     """Answer a conversation of blocks."""
-    request = service.accept(call, body, schema.MessagesRequest, schema.NOT_SERVED)
+    request = service.accept(call, body, schema.MessagesRequest)
     chat, conversation = _chat(service, call, request, len(body))
     plan = await ask(service, call, chat, conversation)
     writer = BlockWriter(call, plan, is_stream=bool(request.stream))
@@ -44,7 +44,7 @@ async def messages(service: Service, call: Call, body: bytes) -> Reply:
 
 async def count_tokens(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Return how many tokens the prompt of a message would have."""
-    request = service.accept(call, body, schema.CountRequest, schema.NOT_SERVED)
+    request = service.accept(call, body, schema.CountRequest)
     chat, conversation = _chat(service, call, request, len(body))
     return {"input_tokens": await prompts.count_tokens(chat, conversation, service)}
 

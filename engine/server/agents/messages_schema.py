@@ -83,6 +83,8 @@ class OutputConfig(Strict, frozen=True):
 class CountRequest(PromptRequest, kw_only=True):
     """POST /v1/messages/count_tokens: what a prompt is made of"""
 
+    UNSERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.messages
+
     messages: Raw
     system: str | list[TextBlock] | None = None
     tools: list[Raw] | None = None
@@ -102,6 +104,3 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-
-
-NOT_SERVED = OTHER_FIELDS.unserved | OTHER_FIELDS.messages

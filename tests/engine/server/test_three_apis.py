@@ -190,7 +190,7 @@ def test_fields_of_other_servers_inside_a_request_are_ignored_and_named(qwen: Ru
 
 
 def test_too_many_parts_are_refused_before_all_are_compared(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.server.lenient.MAX_OBJECTS", 100)
+    monkeypatch.setattr("penstock.engine.server.other_fields.MAX_OBJECTS", 100)
     for number, status in ((49, 200), (101, 400)):
         parts = [{"type": "text", "text": "x", "colour": 1}] * number
         answer = server.chat(messages=[{"role": "user", "content": parts}], max_tokens=1)
