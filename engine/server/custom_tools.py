@@ -1,13 +1,20 @@
-"""Custom tools of chats and of the Responses API: checks their regexes, and reads their input, which is a text, from the
-JSON that the model writes (tool_schema.as_function)."""
+"""Functions and custom tools, as chats and the agents' APIs share them.
+
+The input of a custom tool is a text instead of JSON. The model is shown a function with one string, `input`, which is read
+again from the JSON that the model writes. A regex becomes its `pattern`, which the grammar of calls can enforce. A Lark
+grammar is only described to the model: llguidance cannot apply one inside a JSON string.
+"""
 
 import asyncio
 import json
 import re
 from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from penstock.engine.grammar.json_schema import check_pattern
-from penstock.engine.server.tool_schema import Grammar, TextInput
 from penstock.engine.text.tools.reader import object_in
 
 _BEGIN = re.compile(r'\s{0,64}+\{\s{0,64}+"input"\s{0,64}+:\s{0,64}+"')
@@ -16,6 +23,43 @@ _CHARS = re.compile(
     r'(?:[^"\\]++|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
 )
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; None: the function has no parameters
+    strict: bool | None = None  # refuse a schema that a grammar cannot enforce exactly
+
+
+class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text is an input."""
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=10_000)]
+
+
+class GrammarFormat(Grammar, frozen=True, tag_field="type", tag="grammar"):
+    """A grammar in the Responses API's form; chats nest it."""
+
+
+class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
+    name: str
+    description: str | None = None
+    format: TextInput | GrammarFormat | None = None
+
+
+def as_function(name: str, description: str | None, form: TextInput | Grammar | None) -> Function:
+    """Return the function that the model is shown for a custom tool whose input has this form."""
+    text, description = {"type": "string"}, description or ""
+    if isinstance(form, Grammar):
+        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+        description += f"\n\nThe input has to match this {kind}:\n{form.definition}"
+        text |= {"pattern": f"^(?:{form.definition})$"} if form.syntax == "regex" else {}
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return Function(name, description.strip(), schema)
 
 
 async def check_regexes(formats: Mapping[str, TextInput | Grammar | None]) -> None:

@@ -18,8 +18,8 @@ from penstock.engine.http.errors import clip
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.options import refused_part
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
+from penstock.engine.server.custom_tools import Function, Grammar, TextInput, as_function
 from penstock.engine.server.other_fields import OTHER_FIELDS, UnsupportedField, check_neutral, declared
-from penstock.engine.server.tool_schema import Function, Grammar, TextInput, as_function
 from penstock.engine.text.chat_messages import CalledFunction, Message, PastCall, TextPart
 
 MAX_FIELD_BYTES = 256 * 1024  # JSON size of a single field, except fields that carry the text

@@ -11,11 +11,10 @@ from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.part_writer import Kind, PartWriter
 from penstock.engine.server.call import Call
-from penstock.engine.server.custom_tools import InputDecoder
+from penstock.engine.server.custom_tools import CustomTool, InputDecoder
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
-from penstock.engine.server.tool_schema import CustomTool
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_in

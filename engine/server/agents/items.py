@@ -11,10 +11,10 @@ from penstock.engine.http.body import decode
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
+from penstock.engine.server.custom_tools import Function
 from penstock.engine.server.other_fields import decode_lenient
 from penstock.engine.server.requests import Tool
 from penstock.engine.server.tool_choice import MAX_TOOLS
-from penstock.engine.server.tool_schema import Function
 from penstock.engine.text.chat_messages import TextPart
 from penstock.executor.protocol import ModelInfo
 

@@ -20,11 +20,10 @@ from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
 from penstock.engine.server.conversation import Conversation
-from penstock.engine.server.custom_tools import check_regexes
+from penstock.engine.server.custom_tools import CustomTool, as_function, check_regexes
 from penstock.engine.server.endpoint import Reply
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.service import Service
-from penstock.engine.server.tool_schema import CustomTool, as_function
 
 MAX_CHAIN = 1000  # length of a chain of previous responses
 PATHS = {  # the chat API's field → the field in this API

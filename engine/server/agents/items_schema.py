@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from penstock.engine.server.custom_tools import CustomTool, Function
 from penstock.engine.server.other_fields import OTHER_FIELDS
 from penstock.engine.server.requests import JsonSchema, PromptRequest, with_sampling
-from penstock.engine.server.tool_schema import CustomTool, Function
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Metadata = Annotated[

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw, field
 
 from penstock.engine.server.agents.items_schema import Id, Strict
+from penstock.engine.server.custom_tools import Function
 from penstock.engine.server.other_fields import OTHER_FIELDS
 from penstock.engine.server.requests import PromptRequest
-from penstock.engine.server.tool_schema import Function
 
 
 class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.engine.grammar.tool_calls import messages_grammar
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.server.tool_schema import Grammar, as_function
+from penstock.engine.server.custom_tools import Grammar, as_function
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.formats import detect, named
