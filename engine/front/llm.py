@@ -16,7 +16,6 @@ from typing import Any, Self, Unpack, cast
 
 import msgspec
 
-from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
 from penstock.engine.front.answer import Answer
@@ -88,16 +87,21 @@ class LLM:
         self._turn = threading.RLock()
         config = engine_config("", options)  # an invalid option is reported before a model is downloaded
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
-        executor = msgspec.structs.replace(config.executor, model=str(files.path))
-        config = msgspec.structs.replace(config, executor=executor)
+        located = msgspec.structs.replace(config.executor, model=str(files.path))
+        config = msgspec.structs.replace(config, executor=located)
+
         self._files = files
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
-        self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
+        self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
-        if self.tokenizer is not None:
-            self.template = load_template(self.tokenizer, chat_template)
-        self._start(config)
+        compiler = None
+        if not skip_tokenizer:
+            self.tokenizer = tokenizer = load_tokenizer(files)
+            self.template = load_template(tokenizer, chat_template)
+            compiler = Compiler(lambda: GrammarVocabulary(tokenizer, executor.info.vocab_size))
+        executor = self._open_executor(config.executor)
+        self._core = EngineCore(config, executor, compiler)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
@@ -256,13 +260,6 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
 
-    def _start(self, config: EngineConfig) -> None:
-        executor, tokenizer, compiler = self._open_executor(config.executor), self.tokenizer, None
-        if tokenizer is not None:
-            vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: GrammarVocabulary(tokenizer, vocab_size))
-        self._core = EngineCore(config, executor, compiler)
-
     def _running(self) -> EngineCore:
         if self._core is None:
             raise RuntimeError("this LLM was shut down")
@@ -296,33 +293,26 @@ class LLM:
         copy = msgspec.structs.replace(params or self.get_default_sampling_params())
         copy.detokenize = copy.detokenize and self.tokenizer is not None
         copy.check(self.info.vocab_size, self._max_logprobs)
+        if copy.structured_outputs is not None and self.tokenizer is None:
+            raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return copy
 
     def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> None:
         """Add a request to the batch. `begin_answer` explains the options."""
         given, cache_salt = split_salt(prompt)
-        text = given if isinstance(given, str) else None
+        text, wanted = None, params.structured_outputs
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
-            given = self.tokenizer.encode(given)
+            text, given = given, self.tokenizer.encode(given)
         self._num_requests += 1
-        options |= {"cache_salt": cache_salt, "grammar": self._grammar(params)}
+        options |= {"cache_salt": cache_salt, "grammar": None if wanted is None else grammar_source(wanted)}
         answer = begin_answer(
             str(self._num_requests), given, params, batch.core.info, self.tokenizer, batch.abort, **options
         )
         batch.add(answer, text)
-
-    def _grammar(self, params: SamplingParams) -> str | None:
-        """Return the request's grammar, which the core compiles."""
-        wanted = params.structured_outputs
-        if wanted is None:
-            return None
-        if self.tokenizer is None:
-            raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
-        return grammar_source(wanted)
 
     def _run(self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], Result]) -> list[Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""

@@ -128,9 +128,9 @@ class Batch:
         if core.pauses.asleep:
             raise RuntimeError("this LLM sleeps; wake_up comes first")
         backlog = iter([message for answer in self.prompts for message in answer.messages])
-        progress = Progress(len(self.prompts), use_tqdm) if use_tqdm else None
+        showing = contextlib.closing(Progress(len(self.prompts), use_tqdm)) if use_tqdm else contextlib.nullcontext()
         try:
-            with interrupts_between_steps() as check_interrupt:
+            with showing as progress, interrupts_between_steps() as check_interrupt:
                 while self._open:
                     # The queue is bounded: hand over as much as it takes, and the rest later.
                     for message in islice(backlog, core.scheduler.num_free_places):
@@ -139,6 +139,7 @@ class Batch:
                         reached = self._open.deliver(output)
                         if reached is not None and progress is not None:
                             progress.note(reached, output)
+
                     check_interrupt()
         except BaseException:
             if not self.is_broken:  # Ctrl-C, or the caller's own bar failed: the engine is whole
@@ -146,9 +147,6 @@ class Batch:
                 while core.has_work():
                     self._step()
             raise
-        finally:
-            if progress is not None:
-                progress.close()
 
     def _step(self) -> list[Output]:
         try:
@@ -200,11 +198,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         pending.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    with contextlib.ExitStack() as restoring:
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            restoring.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, note))
         yield check
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

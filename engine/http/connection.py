@@ -42,8 +42,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # received since the last body bytes: chunk sizes, their extensions and trailers
         self._is_refused = False
-        self._deadline: asyncio.TimerHandle | None = None  # for the headers, then the body, then the lingering
-        self._unread: asyncio.TimerHandle | None = None
+        # "deadline": for the headers, then the body, then the lingering; "unread": for a client to read
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -52,19 +52,19 @@ class GuardedConnection(HttpToolsProtocol):
         elif len(self.connections) > self.limits.max_connections:
             self._refuse(503, f"the server has {self.limits.max_connections} connections open (--max-connections)")
         else:
-            self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+            self._start_timer("deadline", self.limits.header_timeout_s, self._headers_are_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clear_deadline()
-        self._clear_unread()
+        for timer in [*self._timers]:
+            self._cancel_timer(timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
         if self._is_in_headers:
-            if self._deadline is None:
-                self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+            if "deadline" not in self._timers:
+                self._start_timer("deadline", self.limits.header_timeout_s, self._headers_are_late)
             # Feed at most up to the limit. Headers that begin inside a chunk are counted from the next chunk on, so at
             # most the limit plus one read of the socket is buffered.
             room = self.limits.max_header_bytes - self._num_header_bytes
@@ -102,7 +102,7 @@ class GuardedConnection(HttpToolsProtocol):
             return
         self._is_in_headers = False
         self._num_body_bytes = self._num_framing_bytes = 0
-        self._set_deadline(self.limits.body_timeout_s, self._body_is_late)
+        self._start_timer("deadline", self.limits.body_timeout_s, self._body_is_late)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -118,7 +118,7 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._is_refused:
             return
-        self._clear_deadline()
+        self._cancel_timer("deadline")
         self._is_in_headers = True
         self._num_header_bytes = 0
         super().on_message_complete()
@@ -130,16 +130,16 @@ class GuardedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set_unread()
+        self._start_timer("unread", self.limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._clear_unread()
+        self._cancel_timer("unread")
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._set_unread()
+            self._start_timer("unread", self.limits.write_timeout_s, self.transport.abort)
 
     def timeout_keep_alive_handler(self) -> None:
         self.transport.abort()  # close() would wait for the client to read the answer
@@ -165,7 +165,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _headers_are_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             # A pipelined request starts only after the answer that is still being written.
-            self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+            self._start_timer("deadline", self.limits.header_timeout_s, self._headers_are_late)
         elif self._num_header_bytes == 0:
             self.transport.close()
         else:
@@ -204,22 +204,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._set_deadline(LINGER_S, self.transport.abort)
+        self._start_timer("deadline", LINGER_S, self.transport.abort)
 
-    def _set_deadline(self, seconds: float, then: Callable[[], None]) -> None:
-        self._clear_deadline()
-        self._deadline = self.loop.call_later(seconds, then)
+    def _start_timer(self, timer: str, seconds: float, then: Callable[[], None]) -> None:
+        self._cancel_timer(timer)
+        self._timers[timer] = self.loop.call_later(seconds, then)
 
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _set_unread(self) -> None:
-        self._clear_unread()
-        self._unread = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
-
-    def _clear_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _cancel_timer(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
