@@ -12,7 +12,8 @@ from penstock.engine.config import ConfigError
 from penstock.engine.engine_options import EngineOptions, add_engine_options
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
-from penstock.engine.options import D, Declared, add_options, built, check
+from penstock.engine.options import Declared, add_options, built, check
+
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
@@ -40,15 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     measure, options = BENCHMARKS[args.benchmark]
     for kind in options:
-        chosen(args, kind)
+        check_options(args, kind)
     return measure(args)
 
 
-def chosen(args: argparse.Namespace, kind: type[D]) -> D:
-    """Build a command's own options from its command line and check them; raise ConfigError if one is invalid."""
+def check_options(args: argparse.Namespace, kind: type[Declared]) -> None:
+    """Check a command's own options on its command line; raise ConfigError if one is invalid."""
     try:
-        config = built(args, kind)
-        check(config)
+        check(built(args, kind))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return config

@@ -1,7 +1,8 @@
 """Writes an answer for the Responses API: items of reasoning, text and calls, with their stream events."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,11 @@ class ItemWriter(PartWriter):
         self._event("response.created", response=self.reply)
         self._event("response.in_progress", response=self.reply)
 
-    def _see(self, update: Update) -> None:
+    def take(self, index: int, updates: Sequence[Update]) -> None:
         if self._logprobs is not None:
-            self._logprobs.add(update.logprobs or ())
+            self._logprobs.add([entry for update in updates for entry in update.logprobs or ()])
+        super().take(index, updates)
+
 
     def _add(self, piece: Piece) -> None:
         self._new_logprobs = []

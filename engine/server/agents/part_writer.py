@@ -38,7 +38,6 @@ class PartWriter(Writer):
             if not self._has_begun:
                 self._has_begun = True
                 self._begin()
-            self._see(update)
             for piece in self._reading.pieces(update.text, is_last=update.finish_reason is not None):
                 self._add(piece)
             if (reason := self._reading.finish_reason(update.finish_reason)) is not None:
@@ -58,9 +57,6 @@ class PartWriter(Writer):
     @abstractmethod
     async def _finish(self, reason: ChatFinish, stop: int | str | None) -> None:
         """End the answer, which is complete or has reached its maximum length."""
-
-    def _see(self, update: Update) -> None:
-        """Receive an update before the pieces of its text."""
 
     def _add(self, piece: Piece) -> None:
         """Add a piece to the open part, or begin a new part with it."""

@@ -175,7 +175,7 @@ def samples(*options: str, count: int = 50, source: PromptSource = IDS, seed: in
     add_options(parser, DatasetOptions)
     args = parser.parse_args(["--num-prompts", str(count), *options])
     args.seed = seed
-    chosen(args, DatasetOptions)
+    check_options(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, source)
 
 
