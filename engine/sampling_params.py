@@ -201,7 +201,6 @@ class SamplingParams(_Fields, kw_only=True):
         return Sampling(**values)
 
 
-
 def plain_number(value: Any) -> Any:
     """Return the Python number of another library's scalar or tensor without dimensions, and other values unchanged."""
     if type(value) in (int, float, bool, str):

@@ -247,8 +247,8 @@ def _control(core: EngineCore, message: Control, pausing: list[Control], done: l
         match message.operation:
             case "load_adapter":
                 adapter = core.load_adapter(message.path)
-            case "reset_prefix_cache":
-                error = "" if core.reset_prefix_cache() else "requests or transfers between the tiers are in flight"
+            case "reset_prefix_cache" if not core.reset_prefix_cache():
+                error = "requests or transfers between the tiers are in flight; try again when they are done"
             case "pause":
                 outputs = pauses.pause(message.mode)
             case "resume":

@@ -200,9 +200,6 @@ class AsyncEngine:
     def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
         self._send(messages.WatchCache(is_on, with_blocks))
 
-    async def reset_prefix_cache(self) -> bool:
-        return not (await self._ask("reset_prefix_cache")).error
-
     async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> messages.EngineState:
         number = next(self._ids)
         try:

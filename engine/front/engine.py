@@ -67,9 +67,6 @@ class Engine(Protocol):
     def watch_cache(self, is_on: bool, *, with_blocks: bool = False) -> None:
         """Start or stop the core's reports to `on_cache_update`: first everything that is cached, then the changes."""
 
-    async def reset_prefix_cache(self) -> bool:
-        """Make the core drop all cached content; return False if some of it is in use."""
-
     async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> EngineState:
         """Send a control message such as pause, with the fields of `Control`; raise WeightsError if it is refused.
         With `is_withdrawable`, the core does not begin it any more when the caller has left."""

@@ -31,7 +31,8 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, WeightsError
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
-REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # the errors that as_http_error converts
+STATUSES: dict[type[Exception], int] = {QueueFull: 429, EngineDead: 503, WeightsError: 409}
+REFUSALS: tuple[type[Exception], ...] = (HttpError, InvalidRequest, *STATUSES)  # the errors that as_http_error converts
 
 
 class Service:
@@ -161,11 +162,7 @@ def as_http_error(error: Exception, call: Call) -> HttpError:
     if isinstance(error, InvalidRequest):
         field = call.client_path(error.field)
         return HttpError(400, f"{field}: {error.message}", param=field)
-    if isinstance(error, QueueFull):
-        return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
-    if isinstance(error, EngineDead):
-        return HttpError(503, str(error))
-    if isinstance(error, WeightsError):
-        return HttpError(409, str(error))
-    assert isinstance(error, HttpError)
-    return error
+    if isinstance(error, HttpError):
+        return error
+    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, QueueFull) else {}
+    return HttpError(STATUSES[type(error)], str(error), headers=headers)

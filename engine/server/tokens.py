@@ -4,7 +4,6 @@ from array import array
 from typing import Any
 
 from penstock.engine.front.submit import token_bytes
-from penstock.engine.http.errors import HttpError
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.call import Call
@@ -62,8 +61,7 @@ async def detokenize(service: Service, call: Call, body: bytes) -> dict[str, Any
 async def reset_prefix_cache(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Forget all cached content, in all tiers. 409 while requests run or transfers are in flight."""
     parse_control(NoFields, call.query, body)
-    if not await service.engine.reset_prefix_cache():
-        raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
+    await service.engine.control("reset_prefix_cache")
     return {"status": "reset"}
 
 

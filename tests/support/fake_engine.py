@@ -25,7 +25,7 @@ from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.executor.protocol import ModelInfo, TokenLogprobs
+from penstock.executor.protocol import ModelInfo, TokenLogprobs, WeightsError
 
 EOS = 256
 INFO = ModelInfo(
@@ -126,8 +126,10 @@ class FakeEngine:
         if is_on:
             self.on_cache_update(CacheUpdate("device", b"", b"", True))
 
-    async def reset_prefix_cache(self) -> bool:
-        return not self._open
+    async def control(self, operation: str, **_fields: Any) -> None:
+        assert operation == "reset_prefix_cache", "it has no other operation"
+        if self._open:
+            raise WeightsError("requests are in flight; try again")
 
     def abort(self, request_ids: Any) -> None:
         for name in list(request_ids):

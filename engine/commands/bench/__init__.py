@@ -13,7 +13,6 @@ from penstock.engine.engine_options import EngineOptions, add_engine_options
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.options import Declared, add_options, built, check
-
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)

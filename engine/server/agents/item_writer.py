@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,6 @@ class ItemWriter(PartWriter):
         if self._logprobs is not None:
             self._logprobs.add([entry for update in updates for entry in update.logprobs or ()])
         super().take(index, updates)
-
 
     def _add(self, piece: Piece) -> None:
         self._new_logprobs = []
