@@ -14,21 +14,8 @@ from typing import Any
 import msgspec
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
+from penstock.engine import options
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
-from penstock.engine.options import (
-    Count,
-    Declared,
-    Length,
-    Seed,
-    add_options,
-    converted,
-    count,
-    flag,
-    flags_of,
-    options_of,
-    size_bytes,
-    without_aliases,
-)
 from penstock.engine.sampling_params import plain_number
 from penstock.engine.vllm_options import add_ignored_options, split_ignored, unknown_option
 from penstock.executor.protocol import ExecutorConfig, ExecutorKind
@@ -46,12 +33,12 @@ MAX_PEERS = 16  # each needs several threads and connections
 
 # Types of options that differ from those of their fields. Every other integer is at least 1 as an option: a field's default
 # of 0 means none, or that the device decides.
-TYPES = {"executor": ExecutorKind, "max_queued_requests": Length, "seed": Seed}
+TYPES = {"executor": ExecutorKind, "max_queued_requests": options.Length, "seed": options.Seed}
 READERS: dict[str, Callable[[str], Any]] = {
     "dtype": lambda text: DTYPES.get(text, text),
     "executor": lambda text: EXECUTORS.get(text, text),
-    "max_model_len": lambda text: None if text == "auto" else count(text),
-    **dict.fromkeys(("kv_cache_bytes", "kv_host_bytes", "kv_disk_bytes"), size_bytes),
+    "max_model_len": lambda text: None if text == "auto" else options.count(text),
+    **dict.fromkeys(("kv_cache_bytes", "kv_host_bytes", "kv_disk_bytes"), options.size_bytes),
 }
 
 
@@ -61,32 +48,33 @@ def _option_fields() -> Iterator[tuple[str, Any, Any]]:
     fields = {field.name: field for kind in kinds for field in msgspec.structs.fields(kind)}
     fields["executor"] = fields.pop("kind")
     del fields["model"], fields["draft_tokens"]  # an argument of its own, and part of speculative_config
-    for name in dict.fromkeys([*flags_of(__name__)["EngineOptions"], *fields]):
+    for name in dict.fromkeys([*options.flags_of(__name__)["EngineOptions"], *fields]):
         declared, default = fields[name].type, fields[name].default
-        kind: Any = TYPES.get(name, Count if declared in (int, int | None) else declared)
+        kind: Any = TYPES.get(name, options.Count if declared in (int, int | None) else declared)
         number = default if isinstance(default, int | float) else None
-        yield name, kind | None, flag(read=READERS.get(name), stands_for=number)
+        yield name, kind | None, options.flag(read=READERS.get(name), stands_for=number)
 
 
 # None: not given, so that the field's default holds.
-EngineOptions: type[Declared] = make_dataclass(
+EngineOptions: type[options.Declared] = make_dataclass(
     "EngineOptions", _option_fields(), frozen=True, kw_only=True, namespace={"__module__": __name__}
 )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, EngineOptions)
+    options.add_options(parser, EngineOptions)
     add_ignored_options(parser)
 
 
 def option_names() -> set[str]:
     """Return the names that `engine_config` accepts."""
-    return {*EngineOptions.__dataclass_fields__, *(name for o in options_of(EngineOptions) for name in o.keywords)}
+    aliases = {name for option in options.options_of(EngineOptions) for name in option.keywords}
+    return aliases | {*EngineOptions.__dataclass_fields__}
 
 
-def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
-    """Build the configurations of executor and scheduler from flat options; an option that is None gets its default."""
-    plain = {name: plain_number(value) for name, value in options.items() if value is not None}
+def engine_config(model_path: str, given: dict[str, Any]) -> EngineConfig:
+    """Build the configurations of executor and scheduler from given options; an option that is None gets its default."""
+    plain = {name: plain_number(value) for name, value in given.items() if value is not None}
     kept, remarks = split_ignored(plain)
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
@@ -94,8 +82,8 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     if unknown := [name for name in kept if name not in names]:
         raise ConfigError(f"{unknown[0]}: {unknown_option(unknown[0], names)}")
     try:
-        kept = without_aliases(kept, EngineOptions)
-        checked = converted(kept, EngineOptions)
+        kept = options.without_aliases(kept, EngineOptions)
+        checked = options.converted(kept, EngineOptions)
         values = {name: getattr(checked, name) for name in kept} | {"model": model_path}
         if "executor" in values:
             values["kind"] = values["executor"]
@@ -116,7 +104,7 @@ def _fields_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_together(options: dict[str, Any], config: EngineConfig) -> None:
+def _check_together(given: dict[str, Any], config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
@@ -130,7 +118,7 @@ def _check_together(options: dict[str, Any], config: EngineConfig) -> None:
         (("kv_disk_bytes",), executor.kv_disk_path, "kv_disk_path"),
     ):
         for name in names if not is_met else ():
-            if options.get(name):
+            if given.get(name):
                 raise ValueError(f"{name}: given; it requires {required}")
     if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(

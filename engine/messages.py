@@ -9,16 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.engine.config import EngineConfig
-from penstock.executor.protocol import (
-    AdapterInfo,
-    ExpertUpdate,
-    ModelInfo,
-    Part,
-    Pooled,
-    Sampling,
-    SleepLevel,
-    TokenLogprobs,
-)
+from penstock.executor import protocol
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MissReason = Literal[  # why the first computed token of a prompt was not in the cache; docs/operations.md explains each
@@ -38,12 +29,12 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
 
     request_id: str
     tokens: bytes  # int32 little-endian; the front has checked their number, and that the vocabulary has them
-    sampling: Sampling
+    sampling: protocol.Sampling
     max_tokens: int  # already limited to the context by the front
     priority: int = 0  # smaller runs first
     cache_salt: str | None = None
     adapter: str | None = None  # the key of a loaded adapter
-    pooling: Pooled | None = None
+    pooling: protocol.Pooled | None = None
     grammar: str | None = None  # the answer must match it; written by engine/grammar
     peer: str | None = None  # the peer store that has the prompt's KV blocks …
     peer_wait_s: float = 0.0  # … or will have them within this many seconds
@@ -78,8 +69,8 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     operation: Literal["load_adapter", "reset_prefix_cache", "pause", "resume", "update_weights", "sleep", "wake_up"]
     path: str = ""  # the adapter folder or the weights to load
     mode: PauseMode = "abort"
-    level: SleepLevel = 1
-    parts: tuple[Part, ...] = ()
+    level: protocol.SleepLevel = 1
+    parts: tuple[protocol.Part, ...] = ()
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw", array_like=True):
@@ -118,8 +109,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_token: int | None = None  # the stop token that ended the sequence
     error: str | None = None
     reuse: Reuse | None = None  # with the first tokens
-    logprobs: list[TokenLogprobs] | None = None  # one per token
-    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
+    logprobs: list[protocol.TokenLogprobs] | None = None  # one per token
+    prompt_logprobs: list[protocol.TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
     embedding: bytes | None = None
     queued_s: float | None = None  # with the first tokens: from arrival in the core to the first step
     num_preemptions: int = 0
@@ -149,7 +140,7 @@ class Stats(msgspec.Struct, array_like=True):
     accepted_tokens: int = 0  # … and draft tokens that were accepted
     accepted_at: list[int] = []  # the same by their place among the drafts of a row
     tiers: dict[str, dict[str, float]] = {}  # gauges and counters of "host", "disk", …; not with every step
-    experts: ExpertUpdate | None = None  # set if experts are rebalanced
+    experts: protocol.ExpertUpdate | None = None  # set if experts are rebalanced
     adapters: list[list[str]] = []  # keys of those that run, and of those that wait; with LoRA, not with every step
 
 
@@ -191,7 +182,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    info: ModelInfo
+    info: protocol.ModelInfo
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
@@ -214,14 +205,14 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     weights_version: int = 0
     fingerprint: bytes = b""  # identifies the current weights
     is_paused: bool = False
-    asleep: tuple[Part, ...] = ()  # the parts whose memory was released
+    asleep: tuple[protocol.Part, ...] = ()  # the parts whose memory was released
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="controlled", array_like=True):
     number: int
     state: EngineState
     error: str = ""  # if not empty, the operation was refused and nothing has changed
-    adapter: AdapterInfo | None = None  # the adapter that was loaded
+    adapter: protocol.AdapterInfo | None = None  # the adapter that was loaded
 
 
 FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | ControlReply

@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
+from penstock.engine.front import results
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.offline_call import (
@@ -31,15 +32,6 @@ from penstock.engine.front.offline_call import (
     as_list,
     for_each,
     split_salt,
-)
-from penstock.engine.front.results import (
-    EmbeddingOutput,
-    PooledRequestOutput,
-    RequestOutput,
-    RequestsFailed,
-    Result,
-    completed,
-    embedded,
 )
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
@@ -119,7 +111,7 @@ class LLM:
         use_tqdm: Bar = True,
         *,
         lora_request: LoraRequests = None,
-    ) -> list[RequestOutput]:
+    ) -> list[results.RequestOutput]:
         """Complete the prompts; return the results in their order. `sampling_params` is one for all prompts, or one for each;
         the default are the model's recommended ones. `lora_request`: an adapter for all, or one or None for each."""
         return self._generate(as_list(prompts), sampling_params, use_tqdm, True, lora_request)
@@ -136,7 +128,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         lora_request: LoraRequests = None,
-    ) -> list[RequestOutput]:
+    ) -> list[results.RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
         if self.tokenizer is None:
@@ -165,7 +157,7 @@ class LLM:
         use_tqdm: Bar = True,
         *,
         normalize: bool = True,
-    ) -> list[PooledRequestOutput[EmbeddingOutput]]:
+    ) -> list[results.PooledRequestOutput[results.EmbeddingOutput]]:
         """Return one vector for each prompt: the hidden state of its last token, or the mean over all tokens; of unit length,
         unless `normalize` is false."""
         if pooling not in ("last", "mean"):
@@ -175,7 +167,7 @@ class LLM:
             batch = Batch(self._running())
             for prompt in as_list(prompts):
                 self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
-            return self._run(batch, use_tqdm, lambda answer, prompt: embedded(answer, prompt, normalize))
+            return self._run(batch, use_tqdm, lambda answer, prompt: results.embedded(answer, prompt, normalize))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"LLM has no attribute {name!r}{nearest(name, dir(type(self)))}")
@@ -272,7 +264,7 @@ class LLM:
         use_tqdm: Bar,
         is_continuation: bool,
         lora_request: LoraRequests,
-    ) -> list[RequestOutput]:
+    ) -> list[results.RequestOutput]:
         asked = for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
         adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
         text, eos_ids = (None, ()) if self.tokenizer is None else (self.tokenizer.token_text, self.tokenizer.eos_ids)
@@ -286,7 +278,7 @@ class LLM:
                 self._begin(
                     batch, prompt, copies[place], is_continuation=is_continuation, adapter=key, sampling=sampling
                 )
-            return self._run(batch, use_tqdm, lambda answer, prompt: completed(answer, prompt, text))
+            return self._run(batch, use_tqdm, lambda answer, prompt: results.completed(answer, prompt, text))
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         """Return a checked copy, since the caller may change its object."""
@@ -314,7 +306,9 @@ class LLM:
         )
         batch.add(answer, text)
 
-    def _run(self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], Result]) -> list[Result]:
+    def _run(
+        self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], results.Result]
+    ) -> list[results.Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""
         try:
             batch.run(use_tqdm)
@@ -323,7 +317,7 @@ class LLM:
                 self.shutdown()
             raise
         errors = [answer.error for answer in batch.prompts]
-        results = [None if answer.error is not None else show(answer, text) for answer, text in batch.prompts.items()]
+        shown = [None if answer.error is not None else show(answer, text) for answer, text in batch.prompts.items()]
         if any(error is not None for error in errors):
-            raise RequestsFailed(errors, results)
-        return cast("list[Result]", results)
+            raise results.RequestsFailed(errors, shown)
+        return cast("list[results.Result]", shown)
