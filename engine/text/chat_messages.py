@@ -1,7 +1,7 @@
 """The messages of a conversation in OpenAI's form, for the servers, the router and `LLM`, and as plain data for templates.
 
 The types are decoded from JSON, or built from the parts of the other APIs and the dictionaries of Python callers
-(engine/front/python_messages.py). `plain_messages` then makes what chat templates expect: text as one string and call
+(engine/front/hf_interface.py). `plain_messages` then makes what chat templates expect: text as one string and call
 arguments as objects. It also validates what the types do not; errors name the field in the request.
 """
 

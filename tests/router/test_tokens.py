@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
-from penstock.engine.front.python_messages import messages_of
+from penstock.engine.front.hf_interface import messages_of
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text

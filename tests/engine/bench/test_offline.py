@@ -18,7 +18,7 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 
 from penstock.cli import main
-from penstock.engine.commands.bench import chosen, offline, startup
+from penstock.engine.commands.bench import check_options, offline, startup
 from penstock.engine.commands.bench.datasets import DATASETS, DatasetOptions, PromptSource, Sample
 from penstock.engine.commands.bench.serving import arrival_times
 from penstock.engine.config import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.front.python_messages import messages_of
+from penstock.engine.front.hf_interface import messages_of
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.model_files import ModelFiles

@@ -16,8 +16,7 @@ import pytest
 from benchmarks.export import save_tokenizer
 
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.python_messages import messages_of
+from penstock.engine.front.hf_interface import FamiliarTokenizer, messages_of
 from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
 from penstock.engine.invalid_request import InvalidRequest
