@@ -26,18 +26,9 @@ from penstock.executor.process_life import stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo
 
 USER_ERRORS = (ConfigError, EngineDead, ExecutorError, ModelError, PortError)
-COMMON_FLAGS = (
-    *("--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--log-level"),
-    *("--dtype", "--device", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--speculative-config"),
-    *("--kv-cache-bytes", "--kv-cache-dtype", "--kv-host-bytes", "--kv-disk-path", "--kv-disk-bytes"),
-    *("--gpu-memory-utilization", "--tensor-parallel-size", "--enable-lora"),
-)
-EXAMPLES = """\
-  penstock serve                                              the default model, on this machine alone
-  penstock serve Qwen/Qwen3-0.6B --max-model-len 8192         a model of the hub
-  penstock serve ./model.gguf --host 0.0.0.0 --api-key KEY    open to other machines
-  penstock serve MODEL --kv-host-bytes 16g --kv-disk-path DIR --kv-disk-bytes 200g
-"""
+_TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text())
+COMMON_FLAGS: list[str] = _TEXTS["common_flags"]
+EXAMPLES = "\n".join(_TEXTS["examples"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +154,13 @@ def _say_memory(info: ModelInfo) -> None:
     for name, num_bytes in rows.items():
         computed = f", computed in {info.dtype}" if name in ("weights", "weights as codes") else ""
         _say(f"  {names.get(name, name):<{width}} {num_bytes / 2**20:10,.0f} MiB{computed}")
-    limit = {
-        "model": "the model's own length",
-        "max_model_len": "max_model_len",
-        "kv_cache": "as many as the cache holds",
-    }
     _say(f"  the cache has {info.num_blocks - 1:,} blocks of {info.block_size} tokens")
     typical, step = min(2000, info.max_model_len), info.max_num_batched_tokens
     pages = sum(group.most_pages(typical, step, info.block_size) for group in info.groups)
     size = f"{pages * info.block_bytes / 2**20:,.1f} MiB"
     _say(f"  a request of {typical:,} tokens takes {size} of it; {(info.num_blocks - 1) // pages:,} fit")
-    _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit[info.context_limit]}")
+    limit = _TEXTS["context_limits"][info.context_limit]
+    _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit}")
 
 
 def _say_sampling(defaults: dict[str, Any]) -> None:

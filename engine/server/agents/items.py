@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.engine.text.chat_messages import TextPart
 from penstock.executor.protocol import ModelInfo
 
+# By API: its name of a field of the chat API, for errors.
+PATHS: dict[str, dict[str, str]] = msgspec.json.decode(Path(__file__).with_name("paths.json").read_bytes())
 INPUT: Any = str | list[dict[str, Any]]
 
 
