@@ -84,19 +84,21 @@ class ChoicesWriter(Writer):
         return names | {"choices": choices}
 
 
-def sampling_params(service: Service, request: GenerateRequest, **special: Any) -> SamplingParams:
-    """Merge the model's defaults, the request's parameters and the endpoint's `special` ones; return them validated."""
+def sampling_params(service: Service, call: Call, request: GenerateRequest, **special: Any) -> SamplingParams:
+    """Merge the model's defaults, the request's parameters and the endpoint's `special` ones; return them validated, with
+    the requested output format."""
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", "given; it requires stream: true")
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    given["structured_outputs"] = _wanted_outputs(call, request, service.config.coerce_one_of)
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)
     return params
 
 
-def wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) -> StructuredOutputs | None:
+def _wanted_outputs(call: Call, request: GenerateRequest, coerce_one_of: bool) -> StructuredOutputs | None:
     """Return the requested output format. `coerce_one_of`: the server's setting for all requests."""
     wanted = request.structured_outputs
     form = request.response_format

@@ -6,7 +6,7 @@ from typing import Any
 from penstock.engine.front.answer import Update
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
-from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields
 from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.custom_tools import InputDecoder, check_regexes
@@ -53,31 +53,22 @@ async def ask(
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if max_tokens == 0:
         raise InvalidRequest("max_tokens", "0 is out of range; it must be at least 1")
-    wanted = wanted_outputs(call, request, service.config.coerce_one_of)
-    tools = service.tools
-    calls = tools.calls(request)
-    special: dict[str, Any] = {"structured_outputs": wanted}
-    special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
+    calls = service.tools.calls(request)
+    special: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:
         special["max_tokens"] = max_tokens  # None: limited by the context only
-    params = sampling_params(service, request, **special)
+    params = sampling_params(service, call, request, **special)
+    wanted = params.structured_outputs
     with service.admit(params.n):
         given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
         (prompt,) = await to_ids("messages", [given], service, request)
         check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
         begun = conversation.last_text if request.continue_final_message else ""
-        plan, grammar = await tools.plan(request, begun, calls, prompt, wanted)
+        plan, grammar = await service.tools.plan(request, begun, calls, prompt, wanted)
+        condition = plan.stop_condition if plan.is_certain else None
+        options: dict[str, Any] = {"grammar": grammar, "shown_ids": plan.shown_ids, "stop_condition": condition}
         # Not admitted again: a server that has begun to drain meanwhile still answers this call.
-        service.generate(
-            call,
-            request,
-            [prompt],
-            params,
-            grammar=grammar,
-            kv_transfer=request.kv_transfer_params,
-            shown_ids=frozenset() if plan.is_plain else tools.shown_ids,
-            stop_condition=plan.stop_condition if plan.is_certain else None,
-        )
+        service.generate(call, request, [prompt], params, **options)
     await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
     return plan
 

@@ -6,7 +6,7 @@ from penstock.engine.front.answer import Update
 from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
-from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields, wanted_outputs
+from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import check_prompt_logprobs, decode_inputs, given_ids, to_ids
@@ -25,14 +25,9 @@ async def submit(service: Service, call: Call, body: bytes) -> tuple[CompletionR
     request = service.accept(call, body, CompletionRequest)
     # An echoed prompt includes its log-probabilities.
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
-    wanted = wanted_outputs(call, request, service.config.coerce_one_of)
-    params = sampling_params(
-        service,
-        request,
-        structured_outputs=wanted,
-        logprobs=request.logprobs,
-        prompt_logprobs=max((value for value in counts if value is not None), default=None),
-    )
+    most = max((value for value in counts if value is not None), default=None)
+    params = sampling_params(service, call, request, logprobs=request.logprobs, prompt_logprobs=most)
+    wanted = params.structured_outputs
     grammar = None if wanted is None else grammar_source(wanted)
     ids = given_ids(call, "prompt", request.prompt)
     inputs = [ids] if ids is not None else decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
@@ -44,15 +39,7 @@ async def submit(service: Service, call: Call, body: bytes) -> tuple[CompletionR
         prompts = await to_ids("prompt", inputs, service, request, num_answered=int(params.max_tokens != 0))
         field = "prompt_logprobs" if request.prompt_logprobs == params.prompt_logprobs else "logprobs"
         check_prompt_logprobs(field, prompts, params.prompt_logprobs, params.n)
-        service.generate(
-            call,
-            request,
-            prompts,
-            params,
-            grammar=grammar,
-            is_continuation=True,
-            kv_transfer=request.kv_transfer_params,
-        )
+        service.generate(call, request, prompts, params, grammar=grammar, is_continuation=True)
     await service.compiled(call, None if wanted is None else wanted.field)
     return request, inputs
 

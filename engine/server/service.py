@@ -135,6 +135,7 @@ class Service:
             return
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "client": call.client}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
+        options["kv_transfer"] = getattr(request, "kv_transfer_params", None)
         for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:

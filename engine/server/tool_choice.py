@@ -93,6 +93,7 @@ class ReadingPlan:
     thinking: Thinking | None
     is_certain: bool
     shows_reasoning: bool
+    shown_ids: frozenset[int]  # special tokens whose text the parsers need
 
     @property
     def is_plain(self) -> bool:
@@ -143,7 +144,7 @@ class Tools:
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
-        self.shown_ids = frozenset(self._special_ids.values())  # the parsers need their text
+        self._shown_ids = frozenset(self._special_ids.values())
 
     def calls(self, request: ChatRequest) -> Calls | None:
         """Return the calls that the answer may have, or None; raise InvalidRequest for invalid tools."""
@@ -185,7 +186,8 @@ class Tools:
         if text is None:
             is_held = False
             text = await self._grammar(None, answer_format, thought)
-        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False), text
+        shown_ids = frozenset[int]() if calls is None and thought is None else self._shown_ids
+        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False, shown_ids), text
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())

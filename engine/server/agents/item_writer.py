@@ -1,7 +1,7 @@
 """Writes an answer for the Responses API: items of reasoning, text and calls, with their stream events."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,17 @@ import msgspec
 
 from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
+from penstock.engine.server.agents.items_schema import ITEM, AnyItem, ResponsesRequest
 from penstock.engine.server.agents.part_writer import Kind, PartWriter
+from penstock.engine.server.agents.response_store import StoredResponse
 from penstock.engine.server.call import Call
 from penstock.engine.server.custom_tools import CustomTool, InputDecoder
 from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.prompts import in_thread_if
+from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_in
-
-Keep = Callable[[dict[str, Any]], bool]  # stores a response; returns whether it was stored
 
 # Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
 # text's events, field of the text.
@@ -35,22 +35,21 @@ DEFAULTS: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("respons
 
 
 class ItemWriter(PartWriter):
-    """Writes one response. When it has ended, before the last event, `keep` is called with it and returns whether it
-    was stored."""
+    """Writes one response, and stores it when it has ended, before the last event."""
 
     def __init__(
         self,
+        service: Service,
         call: Call,
+        request: ResponsesRequest,
+        given: Sequence[AnyItem],
         plan: ReadingPlan,
         reply: dict[str, Any],
-        tokenizer: Tokenizer,
-        keep: Keep,
         logprobs: TextLogprobs | None,
-        *,
-        is_stream: bool,
     ) -> None:
-        super().__init__(call, plan, reply, is_stream=is_stream)
-        self._tokenizer, self._keep = tokenizer, keep
+        """`given`: the items of the request."""
+        super().__init__(call, plan, reply, is_stream=bool(request.stream))
+        self._service, self._request, self._given = service, request, given
         self._num_events = 0
         self._custom_tools = {tool.name for tool in reply["tools"] if isinstance(tool, CustomTool)}
         self._logprobs = logprobs
@@ -114,8 +113,16 @@ class ItemWriter(PartWriter):
     async def _end_response(self, status: str) -> None:
         self._end_part("completed" if status == "completed" else "incomplete")
         self.reply |= {"status": status, "usage": await self._usage()}
-        self.reply["store"] = self._keep(self.reply)
+        self.reply["store"] = self._request.store is not False and self._store()
         self._event(f"response.{status}", response=self.reply)
+
+    def _store(self) -> bool:
+        """Store the response; return whether it is stored."""
+        output = msgspec.convert(self.reply["output"], list[ITEM])  # without log-probabilities
+        items = msgspec.json.encode([*self._given, *output])
+        previous_id = self._request.previous_response_id
+        stored = StoredResponse(self._call.owner, msgspec.json.encode(self.reply), items, previous_id)
+        return self._service.responses.put(self.reply["id"], stored)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
         item, done = self.reply["output"][-1], f"response.{self._text_type}.done"
@@ -158,7 +165,8 @@ class ItemWriter(PartWriter):
             part["text"] for item in self.reply["output"] if item["type"] == "reasoning" for part in item["content"]
         ]
         is_long = sum(map(len, thought)) > INLINE_CHARS
-        ids = await in_thread_if(is_long, lambda: [self._tokenizer.encode(text, False) for text in thought])
+        encode = self._service.tokenizer.encode
+        ids = await in_thread_if(is_long, lambda: [encode(text, False) for text in thought])
         num_thought = sum(map(len, ids))
         return {
             "input_tokens": call.num_prompt_tokens,

@@ -3,7 +3,6 @@
 A stored response (response_store.py) can be continued by the next one, and be read and deleted here.
 """
 
-from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -37,14 +36,12 @@ async def responses(service: Service, call: Call, body: bytes) -> Reply:
     chat, conversation, tools, given = await _chat(service, call, request, len(body))
     reply = _reply(service, call, request, [*tools.values()])
     plan = await ask(service, call, chat, conversation)
-    keep = partial(_keep, service, call, request, given)
     logprobs = None
     if chat.logprobs:
-        shown_ids = frozenset[int]() if plan.is_plain else service.tools.shown_ids
         skips = getattr(chat, "skip_special_tokens", None) is not False
-        stream = service.tokenizer.stream(skips, shown_ids=shown_ids)
+        stream = service.tokenizer.stream(skips, shown_ids=plan.shown_ids)
         logprobs = TextLogprobs(service.tokenizer, stream, request.return_tokens_as_token_ids)
-    writer = ItemWriter(call, plan, reply, service.tokenizer, keep, logprobs, is_stream=bool(request.stream))
+    writer = ItemWriter(service, call, request, given, plan, reply, logprobs)
     return await respond(service, call, writer)
 
 
@@ -144,22 +141,6 @@ def _reply(
     text = {"format": {name: value for name, value in (form or {"type": "text"}).items() if value is not None}}
     names = {"id": f"resp_{call.id}", "created_at": call.created, "model": call.model}
     return {**names, **DEFAULTS, **defaults, **asked, "tools": tools, "text": text, "output": []}
-
-
-def _keep(
-    service: Service,
-    call: Call,
-    request: schema.ResponsesRequest,
-    input_items: list[schema.AnyItem],
-    reply: dict[str, Any],
-) -> bool:
-    """Store the response unless the client has disabled it; return whether it is stored."""
-    if request.store is False:
-        return False
-    output = msgspec.convert(reply["output"], list[schema.ITEM])  # without log-probabilities
-    items = msgspec.json.encode([*input_items, *output])
-    stored = StoredResponse(call.owner, msgspec.json.encode(reply), items, request.previous_response_id)
-    return service.responses.put(reply["id"], stored)
 
 
 # Stored responses.
