@@ -203,7 +203,7 @@ class AsyncEngine:
     async def control(self, operation: str, *, is_withdrawable: bool = False, **fields: Any) -> messages.EngineState:
         number = next(self._ids)
         try:
-            answer = await self._ask(operation, number, **fields)
+            answer = await self._ask(number, operation, **fields)
         except asyncio.CancelledError:
             if is_withdrawable:
                 self._send(messages.Withdraw(number))
@@ -214,7 +214,7 @@ class AsyncEngine:
 
     async def load_adapter(self, path: str) -> AdapterInfo:
         await read_ahead(path)
-        loading = self._ask("load_adapter", path=path)
+        loading = self._ask(next(self._ids), "load_adapter", path=path)
         try:
             answer = await asyncio.shield(loading)
         except asyncio.CancelledError:  # the caller has left, so no request will use the adapter
@@ -224,11 +224,10 @@ class AsyncEngine:
             raise AdapterError(answer.error)
         return answer.adapter
 
-    def _ask(self, operation: str, number: int | None = None, **fields: Any) -> asyncio.Future[messages.ControlReply]:
+    def _ask(self, number: int, operation: str, **fields: Any) -> asyncio.Future[messages.ControlReply]:
         """Send a control message; return the future of its reply."""
         if self._death is not None:
             raise EngineDead(self._death)
-        number = next(self._ids) if number is None else number
         waiting = self._pending_replies[number] = asyncio.get_running_loop().create_future()
         self._send(messages.Control(number, operation, **fields))  # type: ignore[arg-type]
         return waiting

@@ -47,26 +47,23 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
     """Return the text or the token ids of a prompt, and its cache salt."""
-    if not isinstance(prompt, dict):
-        return _text_or_ids(prompt), None
-    unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
-    if unknown:
-        raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
-    values = {name: prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None}
-    if len(values) != 1:
-        raise InvalidRequest("prompt", f"{len(values)} of prompt and prompt_token_ids given; exactly one is expected")
-    if isinstance(ids := values.get("prompt_token_ids"), str):
-        raise InvalidRequest("prompt.prompt_token_ids", f"{short(ids)} given; a list of token ids is expected")
-    if not isinstance(salt := prompt.get("cache_salt"), str | None):
-        raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
-    (value,) = values.values()
-    return _text_or_ids(value), salt
-
-
-def _text_or_ids(prompt: Any) -> str | list[int]:
-    if isinstance(prompt, bytes):  # `begin_answer` would take it as checked and encoded ids
+    value: Any = prompt
+    salt: Any = None
+    if isinstance(prompt, dict):
+        for name in (name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None):
+            raise InvalidRequest(f"prompt.{name}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
+        values = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
+        if len(values) != 1:
+            what = f"{len(values)} of prompt and prompt_token_ids given; exactly one is expected"
+            raise InvalidRequest("prompt", what)
+        value, salt = values[0], prompt.get("cache_salt")
+        if isinstance(prompt.get("prompt_token_ids"), str):
+            raise InvalidRequest("prompt.prompt_token_ids", f"{short(value)} given; a list of token ids is expected")
+        if not isinstance(salt, str | None):
+            raise InvalidRequest("prompt.cache_salt", f"{type(salt).__name__} given; a text is expected")
+    if isinstance(value, bytes):  # `begin_answer` would take it as checked and encoded ids
         raise InvalidRequest("prompt", "bytes given; a text or a list of token ids is expected")
-    return prompt  # type: ignore[no-any-return]
+    return value, salt
 
 
 def for_each(field: str, values: T | Sequence[T | None] | None, kind: type[T], num_prompts: int) -> Sequence[T | None]:

@@ -93,7 +93,7 @@ class Conversation:
             raise InvalidRequest("messages", f"{len(self.messages)} given; 1 to {MAX_MESSAGES} are allowed")
         called: set[str | None] = set()
         for index, message in enumerate(self.messages):
-            field, role = f"messages[{index}]", message.role
+            field, role, call_id = f"messages[{index}]", message.role, message.tool_call_id
             ids = [call.id for call in message.tool_calls or ()]
             if ids and role != "assistant":
                 raise InvalidRequest(
@@ -104,7 +104,12 @@ class Conversation:
             if len({*ids}) < len(ids):
                 raise InvalidRequest(f"{field}.tool_calls", "two calls have the same id")
             called.update(ids)
-            _check_result(f"{field}.tool_call_id", role, message.tool_call_id, called)
+            if role != "tool" and call_id is not None:
+                raise InvalidRequest(f"{field}.tool_call_id", f"only tool messages have it; the role is {clip(role)!r}")
+            if role == "tool" and call_id is None:
+                raise InvalidRequest(f"{field}.tool_call_id", "the field is required in a tool's message")
+            if call_id is not None and call_id not in called:
+                raise InvalidRequest(f"{field}.tool_call_id", f"{clip(call_id)!r} is not the id of an earlier call")
 
 
 def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
@@ -116,13 +121,3 @@ def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
     if (count := value.count(b"{") + value.count(b"[")) > limit:
         what = f"{count} objects, lists, braces and brackets; at most {limit} can fit the context"
         raise InvalidRequest(field, what)
-
-
-def _check_result(field: str, role: str, call_id: str | None, called: set[str | None]) -> None:
-    if role != "tool":
-        if call_id is not None:
-            raise InvalidRequest(field, f"only tool messages have it; the role is {clip(role)!r}")
-    elif call_id is None:
-        raise InvalidRequest(field, "the field is required in a tool's message")
-    elif call_id not in called:
-        raise InvalidRequest(field, f"{clip(call_id)!r} is not the id of an earlier call")
