@@ -67,7 +67,7 @@ def served(*words: str) -> Any:
     sockets, levels, template, text = Mock(return_value=[]), Mock(), Mock(), Mock()
     files = Mock(side_effect=lambda model, **_: ModelFiles("name", Path(model or "default"), "hf"))
     engine = Mock(return_value=Mock(start=AsyncMock(), close=AsyncMock()))
-    lifetime = SimpleNamespace(serve=AsyncMock(return_value=0))
+    lifetime = SimpleNamespace(serve=AsyncMock(return_value=0), Service=Mock())
     with (
         patch.multiple(serve, resolve_model=files, load_template=template, load_tokenizer=text, bind_sockets=sockets),
         patch.multiple(serve, AsyncEngine=engine, import_module=Mock(return_value=lifetime), log_to_stderr=levels),
@@ -75,7 +75,7 @@ def served(*words: str) -> Any:
     ):
         assert serve.run(parser_of(serve).parse_args(words)) == 0
     started = [stand.call_args.args for stand in (sockets, levels, engine)]
-    return files.call_args, started, template.call_args.args[1:], lifetime.serve.call_args.args[3]
+    return files.call_args, started, template.call_args.args[1:], lifetime.Service.call_args.args[3]
 
 
 def routed(*words: str) -> Any:

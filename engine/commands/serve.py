@@ -126,9 +126,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
                 _say_curl(url, server, template is not None)
 
-            return int(
-                await lifetime.serve(engine, tokenizer, template, server, sockets=sockets, on_listening=announce)
-            )
+            service = lifetime.Service(engine, tokenizer, template, server)
+            return int(await lifetime.serve(service, sockets, announce))
         except asyncio.CancelledError:
             _say("Stopped before the model was loaded")
             return 0

@@ -10,15 +10,11 @@ import logging
 import socket
 from collections.abc import Callable
 
-from penstock.engine.front.engine import Engine
 from penstock.engine.http.listen import Listener
 from penstock.engine.http.sockets import url_of
 from penstock.engine.server.app import ServerApp
 from penstock.engine.server.kv_publisher import KvPublisher
-from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
 log = logging.getLogger("penstock.engine")
@@ -26,27 +22,19 @@ log = logging.getLogger("penstock.engine")
 LAST_WORDS_S = 2.0  # time to send the ends of aborted or failed answers
 
 
-async def serve(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    config: ServerConfig,
-    *,
-    sockets: list[socket.socket],
-    on_listening: Callable[[str], None],
-) -> int:
+async def serve(service: Service, sockets: list[socket.socket], on_listening: Callable[[str], None]) -> int:
     """Serve a started engine until a signal or the engine's death; return the exit code. The caller closes the engine.
 
-    `config` must be resolved. `sockets`: from `bind_sockets`, which binds the port before the model is loaded.
+    `sockets`: from `bind_sockets`, which binds the port before the model is loaded.
     """
-    app = ServerApp(Service(engine, tokenizer, template, config))
-    await app.service.adapters.load_all(config.lora_modules)
+    app, config, engine = ServerApp(service), service.config, service.engine
+    await service.adapters.load_all(config.lora_modules)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(app.service.close)  # runs after the last request has ended
-        listener = Listener(app, sockets, config.limits, app.service.metrics.refused)
+        at_the_end.callback(service.close)  # runs after the last request has ended
+        listener = Listener(app, sockets, config.limits, service.metrics.refused)
         if config.kv_events_config is not None and config.kv_events_config.is_on:
-            publisher = KvPublisher(app.service.info, config.kv_events_config)
+            publisher = KvPublisher(service.info, config.kv_events_config)
             publisher.start()
             at_the_end.callback(publisher.close)
             app.kv_events.publish_to(publisher.publish)
@@ -55,8 +43,8 @@ async def serve(
             on_listening(url_of(sockets[0]))
             await wait_for(lambda: not engine.health().alive, stopping.drain)
             if not stopping.drain.is_set():
-                return await _leave_dead(engine, app.service)
-            await _drain(app.service, config.drain_timeout_s, stopping.stop)
+                return await _leave_dead(service)
+            await _drain(service, config.drain_timeout_s, stopping.stop)
             return 0 if engine.health().alive else 1
 
 
@@ -75,12 +63,12 @@ async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> Non
         await wait_for(lambda: service.num_open_requests == 0, stop, LAST_WORDS_S)
 
 
-async def _leave_dead(engine: Engine, service: Service) -> int:
+async def _leave_dead(service: Service) -> int:
     """Close an engine that is dead or hangs. Every request ends with an error that is still sent to its client."""
-    reason = engine.health().reason
+    reason = service.engine.health().reason
     for line in reason.splitlines():  # the error of a rank has its traceback
         log.error("the engine has failed: %s", line)
     service.is_draining = True
-    await engine.close(reason)
+    await service.engine.close(reason)
     await wait_for(lambda: service.num_open_requests == 0, asyncio.Event(), LAST_WORDS_S)
     return 1

@@ -26,6 +26,7 @@ from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Output, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
 from penstock.engine.server.server_config import KvEventsConfig, ServerConfig, resolve
+from penstock.engine.server.service import Service
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.oracle import OracleExecutor
 
@@ -136,8 +137,7 @@ async def replica(
     await engine.start()
     try:
         sockets = bind_sockets(server.host, port)
-        resolved = resolve(server, {})
-        return await serve(engine, tokenizer, line_template(), resolved, sockets=sockets, on_listening=report)
+        return await serve(Service(engine, tokenizer, line_template(), resolve(server, {})), sockets, report)
     finally:
         await engine.close()
 

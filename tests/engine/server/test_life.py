@@ -31,6 +31,7 @@ import uvloop
 from penstock.engine.http.sockets import bind_sockets
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.lifetime import serve
+from penstock.engine.server.service import Service
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 async def main():
@@ -41,7 +42,7 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, setattr, engine, "delay_s", 0.0)
     config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
     sockets, announce = bind_sockets(config.host, config.port), lambda url: print(url, flush=True)
-    return await serve(engine, byte_tokenizer(), line_template(), config, sockets=sockets, on_listening=announce)
+    return await serve(Service(engine, byte_tokenizer(), line_template(), config), sockets, announce)
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 sys.exit(uvloop.run(main()))
