@@ -4,7 +4,6 @@ Every field of `ExecutorConfig` and `SchedulerConfig` is an option; flags.json h
 errors. Nothing here looks at the hardware.
 """
 
-import argparse
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, rea
 from penstock.engine import options
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.sampling_params import plain_number
-from penstock.engine.vllm_options import add_ignored_options, split_ignored, unknown_option
+from penstock.engine.vllm_options import split_ignored, unknown_option
 from penstock.executor.protocol import ExecutorConfig, ExecutorKind
 
 DTYPES = {
@@ -59,11 +58,6 @@ def _option_fields() -> Iterator[tuple[str, Any, Any]]:
 EngineOptions: type[options.Declared] = make_dataclass(
     "EngineOptions", _option_fields(), frozen=True, kw_only=True, namespace={"__module__": __name__}
 )
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    options.add_options(parser, EngineOptions)
-    add_ignored_options(parser)
 
 
 def option_names() -> set[str]:

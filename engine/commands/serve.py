@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig
-from penstock.engine.engine_options import EngineOptions, add_engine_options, engine_config
+from penstock.engine.engine_options import EngineOptions, engine_config
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.front.engine import EngineDead
 from penstock.engine.http.sockets import PortError, bind_sockets
@@ -21,6 +21,7 @@ from penstock.engine.options import add_options, built, given_options
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.model_text import load_tokenizer
 from penstock.engine.text.template import load_template
+from penstock.engine.vllm_options import add_ignored_options
 from penstock.executor.logs import log_to_stderr
 from penstock.executor.process_life import stop_signals
 from penstock.executor.protocol import ExecutorError, ModelInfo
@@ -47,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
     # For command lines of vLLM's Python module.
     parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)
-    for kind in (ServerConfig, ModelOptions):
+    for kind in (ServerConfig, ModelOptions, EngineOptions):
         add_options(parser, kind)
-    add_engine_options(parser)
+    add_ignored_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,10 +9,11 @@ from penstock.engine.commands.bench.report import ReportOptions
 from penstock.engine.commands.bench.serving import ServingOptions, load_server
 from penstock.engine.commands.bench.startup import StartupOptions, time_starts
 from penstock.engine.config import ConfigError
-from penstock.engine.engine_options import EngineOptions, add_engine_options
+from penstock.engine.engine_options import EngineOptions
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.model_error import ModelError
 from penstock.engine.options import Declared, add_options, built, check
+from penstock.engine.vllm_options import add_ignored_options
 from penstock.executor.protocol import ExecutorError
 
 USER_ERRORS = (ConfigError, ExecutorError, InvalidRequest, ModelError)
@@ -31,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         summary = measure.__doc__
         benchmark = benchmarks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         for kind in options:
-            if kind is EngineOptions:
-                add_engine_options(benchmark)
-            else:
-                add_options(benchmark, kind)
+            add_options(benchmark, kind)
+        if EngineOptions in options:
+            add_ignored_options(benchmark)
 
 
 def run(args: argparse.Namespace) -> int:
