@@ -135,7 +135,7 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
     """Yield the options of a dataclass and of its nested dataclasses."""
     hints, flags = get_type_hints(kind, include_extras=True), flags_of(kind.__module__).get(kind.__name__, {})
     for field in dataclasses.fields(kind):
-        (plain,) = _alternatives(hints[field.name])
+        (plain,) = alternatives(hints[field.name])
         if field.name in flags:
             yield Option(field.name, plain, field.default, flags[field.name], **field.metadata)
         elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
@@ -207,7 +207,7 @@ def refused_part(value: Any, kind: Any, error: msgspec.ValidationError, **settin
         except msgspec.ValidationError as reason:
             path, refused, text = refused_part(part, part_kind, reason, **settings)
             return name + path, refused, text
-    literals = [literal for each in _alternatives(kind) if get_origin(each) is Literal for literal in get_args(each)]
+    literals = [literal for each in alternatives(kind) if get_origin(each) is Literal for literal in get_args(each)]
     choices = f"; one of {', '.join(sorted(map(repr, literals)))} is expected" if literals else ""
     return "", value, REQUIRED if value is msgspec.UNSET else reason_of(error) + choices
 
@@ -219,7 +219,7 @@ def reason_of(error: msgspec.ValidationError) -> str:
 
 def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, the value and the type of each part of a list or an object. A missing field has the value UNSET."""
-    kinds, infos = _alternatives(kind), []
+    kinds, infos = alternatives(kind), []
     for each in kinds:
         types = get_args(each)
         if isinstance(value, (list, tuple)) and get_origin(each) in (list, tuple):
@@ -239,12 +239,12 @@ def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield f".{field.encode_name}", value.get(field.encode_name, msgspec.UNSET), _hints(info.cls)[field.name]
 
 
-def _alternatives(kind: Any) -> list[Any]:
+def alternatives(kind: Any) -> list[Any]:
     """Return the types that a type allows, without limits and None."""
     if get_origin(kind) is Annotated:
-        return _alternatives(kind.__origin__)
+        return alternatives(kind.__origin__)
     if get_origin(kind) in (Union, UnionType):
-        return [each for part in get_args(kind) for each in _alternatives(part)]
+        return [each for part in get_args(kind) for each in alternatives(part)]
     return [] if kind is NoneType else [kind]
 
 

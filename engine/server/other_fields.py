@@ -11,21 +11,22 @@ in Python.
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Raw, inspect
+from msgspec import Raw
 
 from penstock.engine.http.body import MAX_FIELDS, decode, decoded
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.options import alternatives
 
 MAX_OBJECTS = 32_768  # objects in one field; comparing them takes about 50 ms
 
 T = TypeVar("T")
 
 _INDEX = re.compile(r"\[\d+\]")
-_type_of = cache(inspect.type_info)
+_alternatives = cache(alternatives)
 
 
 class UnsupportedField(NamedTuple):
@@ -71,7 +72,7 @@ def decode_lenient(kind: type[T], source: bytes | Raw, field: str, ignored: list
 def declared(kind: Any, source: bytes | Raw, field: str, ignored: list[str]) -> bytes:
     """Return the JSON of `source` without the fields that `kind` does not declare."""
     comparison = _Comparison()
-    value = comparison.declared(decode(object, source, field), _type_of(kind), field)
+    value = comparison.declared(decode(object, source, field), kind, field)
     ignored += [name for name in comparison.names if name not in ignored]
     return msgspec.json.encode(value)
 
@@ -83,17 +84,23 @@ class _Comparison:
         self.names: dict[str, None] = {}  # of the fields that were left out, without positions
         self._num_objects = 0
 
-    def declared(self, value: Any, kind: inspect.Type, path: str) -> Any:
+    def declared(self, value: Any, kind: Any, path: str) -> Any:
         """Return a copy of the value, at `path`, without undeclared fields. A value of another type is returned as it is."""
-        kind = _alternative(value, kind)
-        if isinstance(kind, inspect.ListType):
-            return [self.declared(item, kind.item_type, f"{path}[{place}]") for place, item in enumerate(value)]
-        if not isinstance(kind, inspect.StructType):
-            return value
+        for each in _alternatives(kind):
+            if isinstance(value, list) and get_origin(each) is list:
+                item_kind = get_args(each)[0]
+                return [self.declared(item, item_kind, f"{path}[{place}]") for place, item in enumerate(value)]
+            if isinstance(value, dict) and isinstance(each, msgspec.StructMeta):
+                tag_field, tag = each.__struct_config__.tag_field, each.__struct_config__.tag
+                if tag_field is None or value.get(tag_field) == tag:
+                    return self._object(value, each, path)
+        return value
+
+    def _object(self, value: dict[str, Any], struct: msgspec.StructMeta, path: str) -> dict[str, Any]:
         self._num_objects += 1
         if self._num_objects > MAX_OBJECTS:
             raise InvalidRequest(path, f"more than {MAX_OBJECTS} objects, and fields that are not served")
-        types = _field_types(kind.cls)
+        types = _field_types(struct)
         result = {}
         for name, item in value.items():
             if name in types:
@@ -110,21 +117,8 @@ class _Comparison:
 
 
 @cache
-def _field_types(struct: type) -> dict[str, inspect.Type]:
+def _field_types(struct: Any) -> dict[str, Any]:
     """Return the types of a struct's fields by their names in JSON, with its tag."""
-    kind = _type_of(struct)
-    assert isinstance(kind, inspect.StructType)
-    types: dict[str, inspect.Type] = {field.encode_name: field.type for field in kind.fields}
-    return types if kind.tag_field is None else {kind.tag_field: inspect.AnyType(), **types}
-
-
-def _alternative(value: Any, kind: inspect.Type) -> inspect.Type:
-    """Return the type of a list or an object, of those that the value may have; any other type if none fits."""
-    for each in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
-        if isinstance(each, inspect.ListType) and isinstance(value, list):
-            return each
-        if not isinstance(each, inspect.StructType) or not isinstance(value, dict):
-            continue
-        if each.tag_field is None or value.get(each.tag_field) == each.tag:
-            return each
-    return inspect.AnyType()
+    tag_field = struct.__struct_config__.tag_field
+    tag = {} if tag_field is None else {tag_field: Any}
+    return tag | {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
