@@ -15,7 +15,7 @@ from penstock.engine.server.prompts import apply_verbosity, check_prompt_logprob
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import Reading, ReadingPlan
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.reader import Arguments, Content, Piece, Reasoning
 
 
 async def chat(service: Service, call: Call, body: bytes) -> Json | AsyncGenerator[bytes, None]:
@@ -139,6 +139,10 @@ class ChatWriter(ChoicesWriter):
         return chunks
 
 
+# How a call names its tool's kind, and what it is called with: for functions, and for custom tools.
+FORMS = (("function", "arguments"), ("custom", "input"))
+
+
 class _Deltas:
     """Formats the pieces of one choice as deltas of a message. The call of a custom tool has its input as text."""
 
@@ -150,24 +154,27 @@ class _Deltas:
     def of(self, pieces: list[Piece], *, is_last: bool) -> list[Json]:
         deltas: list[Json] = []
         for piece in pieces:
-            if isinstance(piece, CallStart):
-                deltas += self._decoded("", is_last=True)
-                self._num_calls += 1
-                self._input = InputDecoder() if piece.name in self._custom_tools else None
-            if self._input is None or not isinstance(piece, CallStart | Arguments):
-                deltas.append(_delta(piece))
-            elif isinstance(piece, CallStart):
-                custom = {"name": piece.name, "input": ""}
-                deltas.append(
-                    {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "custom", "custom": custom}]}
-                )
+            if isinstance(piece, Content):
+                deltas.append({"content": piece.text})
+            elif isinstance(piece, Reasoning):
+                deltas.append({"reasoning_content": piece.text})
+            elif isinstance(piece, Arguments):
+                deltas += self._grown(piece.text)
             else:
-                deltas += self._decoded(piece.text)
-        return deltas + (self._decoded("", is_last=True) if is_last else [])
+                deltas += self._grown("", is_last=True)
+                self._num_calls += 1
+                is_custom = piece.name in self._custom_tools
+                self._input = InputDecoder() if is_custom else None
+                kind, field = FORMS[is_custom]
+                call = {"index": piece.call, "id": piece.id, "type": kind, kind: {"name": piece.name, field: ""}}
+                deltas.append({"tool_calls": [call]})
+        return deltas + (self._grown("", is_last=True) if is_last else [])
 
-    def _decoded(self, arguments: str, *, is_last: bool = False) -> list[Json]:
-        text = "" if self._input is None else self._input.feed(arguments, is_last=is_last)
-        return [{"tool_calls": [{"index": self._num_calls - 1, "custom": {"input": text}}]}] if text else []
+    def _grown(self, arguments: str, *, is_last: bool = False) -> list[Json]:
+        """Return the delta with which the newest call grows, if it does."""
+        text = arguments if self._input is None else self._input.feed(arguments, is_last=is_last)
+        kind, field = FORMS[self._input is not None]
+        return [{"tool_calls": [{"index": self._num_calls - 1, kind: {field: text}}]}] if text else []
 
 
 def _message(deltas: list[Json]) -> Json:
@@ -177,21 +184,9 @@ def _message(deltas: list[Json]) -> Json:
     for part in [part for delta in deltas for part in delta.get("tool_calls", ())]:
         if "id" in part:
             calls.append({name: value for name, value in part.items() if name != "index"})
-        elif "custom" in part:
-            calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
         else:
-            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+            kind, field = FORMS["custom" in part]
+            calls[part["index"]][kind][field] += part[kind][field]
     given = content or (None if calls or reasoning else "")
     message: Json = {"role": "assistant", "content": given, "refusal": None}
     return message | {name: value for name, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
-
-
-def _delta(piece: Piece) -> Json:
-    if isinstance(piece, Content):
-        return {"content": piece.text}
-    if isinstance(piece, Reasoning):
-        return {"reasoning_content": piece.text}
-    if isinstance(piece, Arguments):
-        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
-    function = {"name": piece.name, "arguments": ""}
-    return {"tool_calls": [{"index": piece.call, "id": piece.id, "type": "function", "function": function}]}
