@@ -69,7 +69,7 @@ class AsyncEngine:
         self._end_reason = ""  # why `close` was called
         # The replies that control messages wait for, by the number of the message.
         self._pending_replies: dict[int, asyncio.Future[messages.ControlReply]] = {}
-        self._ready: asyncio.Future[ModelInfo] | None = None
+        self._ready = asyncio.Event()  # set when the core has loaded the model, or is dead
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # set when the process has ended
         self._ending: asyncio.Future[None] | None = None
@@ -82,9 +82,11 @@ class AsyncEngine:
         try:
             if self._process is None:
                 self.spawn()
-            assert self._process is not None and self._directory is not None and self._ready is not None
+            assert self._directory is not None
             await self._unlink(self._directory)
-            self.info = await self._ready
+            await self._ready.wait()
+            if self._death is not None:
+                raise EngineDead(self._death)
         except BaseException:
             await self.close()
             raise
@@ -92,8 +94,6 @@ class AsyncEngine:
     def spawn(self) -> None:
         """Start the core process without waiting for it, so that the caller can do other work meanwhile."""
         loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `start` may never ask
         # mkdtemp gives mode 0700: only this user can reach the sockets inside.
         self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._context = zmq.Context()
@@ -132,7 +132,7 @@ class AsyncEngine:
             self._ticking.cancel()
         process, self._process = self._process, None
         if process is not None:
-            if self._is_ready and self.health().alive:  # otherwise it does not read messages
+            if self._ready.is_set() and self.health().alive:  # otherwise it does not read messages
                 with contextlib.suppress(EngineDead, TimeoutError):
                     self._send(messages.Shutdown())
                     async with asyncio.timeout(STOP_GRACE_S):
@@ -150,15 +150,11 @@ class AsyncEngine:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    @property
-    def _is_ready(self) -> bool:
-        return self._ready is not None and self._ready.done() and not self._ready.cancelled()
-
     def health(self) -> EngineHealth:
         heartbeat, liveness = self._heartbeat, self._liveness
         if self._death is not None:
             return EngineHealth(False, False, self._death)
-        if not self._is_ready:
+        if not self._ready.is_set():
             return EngineHealth(True, False, "the model is loading")
         if liveness.verdict != "heard":
             return EngineHealth(liveness.verdict == "starved", False, liveness.reason)
@@ -280,10 +276,9 @@ class AsyncEngine:
         elif isinstance(message, messages.LoadProgress):
             self._progress(message.line)
         elif isinstance(message, messages.Ready):
-            assert self._ready is not None
             self._liveness.pid = None if self._process is None else self._process.pid  # its heartbeats begin
-            if not self._ready.done():
-                self._ready.set_result(message.info)
+            self.info = message.info
+            self._ready.set()
         elif isinstance(message, messages.Dead):
             self._die(message.error)
 
@@ -315,9 +310,7 @@ class AsyncEngine:
         if self._death is None:
             self._death = reason
         self._liveness.pid = None
-        assert self._ready is not None
-        if not self._ready.done():
-            self._ready.set_exception(EngineDead(self._death))
+        self._ready.set()
         for waiting in self._pending_replies.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))

@@ -1,7 +1,6 @@
 """The core loop: what its heartbeat may conclude from a step's age. A silent core is starved or lost, as /proc shows for its
 process."""
 
-import asyncio
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from penstock.engine.front import liveness
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.front.liveness import SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
 from penstock.engine.http.kv_stream import keys_in
-from penstock.engine.messages import CacheUpdate, Control, ControlReply, Heartbeat, WatchCache, Withdraw
+from penstock.engine.messages import CacheUpdate, Control, ControlReply, Heartbeat, Ready, WatchCache, Withdraw
 from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
@@ -163,10 +162,7 @@ def ready() -> AsyncEngine:
     """Return an engine whose core has loaded its model."""
     engine = AsyncEngine(CONFIG)
     assert engine.health().reason == "the model is loading" and engine.health().alive
-    loop = asyncio.new_event_loop()
-    engine._ready = loop.create_future()
-    loop.close()
-    engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
+    engine._receive(Ready(OracleExecutor(CONFIG.executor).info))
     return engine
 
 

@@ -44,9 +44,7 @@ class MockEngine(AsyncEngine):
         self._core = EngineCore(config, OracleExecutor(config.executor, max_in_flight=1))
 
     async def start(self) -> None:
-        self._ready = asyncio.get_running_loop().create_future()
         self._receive(Ready(self._core.info))
-        self.info = await self._ready
         self._task = asyncio.create_task(self._run())
 
     async def close(self, reason: str = "the engine is closed") -> None:
