@@ -82,8 +82,11 @@ class AsyncEngine:
         try:
             if self._process is None:
                 self.spawn()
+            # Remove the sockets' names once both are connected, so that nothing is left behind however this process ends.
+            while self._death is None and not (self._is_connected and self._to_core.poll(0, zmq.POLLOUT)):
+                await asyncio.sleep(0.01)
             assert self._directory is not None
-            await self._unlink(self._directory)
+            shutil.rmtree(self._directory)
             await self._ready.wait()
             if self._death is not None:
                 raise EngineDead(self._death)
@@ -117,14 +120,6 @@ class AsyncEngine:
         if self._liveness.verdict != before:
             log.warning("%s", self._liveness.reason)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-
-    async def _unlink(self, directory: Path) -> None:
-        """Remove the sockets' names once both are connected, so that nothing is left behind however this process ends."""
-        while not self._is_connected or not self._to_core.poll(0, zmq.POLLOUT):
-            if self._death is not None:
-                return
-            await asyncio.sleep(0.01)
-        shutil.rmtree(directory)
 
     async def close(self, reason: str = "the engine is closed") -> None:
         self._end_reason = reason
