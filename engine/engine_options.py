@@ -16,17 +16,9 @@ from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, rea
 from penstock.engine import options
 from penstock.engine.config import ConfigError, EngineConfig, SchedulerConfig
 from penstock.engine.sampling_params import plain_number
-from penstock.engine.vllm_options import split_ignored, unknown_option
+from penstock.engine.vllm_options import OTHER_VALUES, split_ignored, unknown_option
 from penstock.executor.protocol import ExecutorConfig, ExecutorKind
 
-DTYPES = {
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float": "float32",
-    "fp32": "float32",
-}  # short names → names
-EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # vLLM's names → ours
 MAX_PEERS = 16  # each needs several threads and connections
 
 
@@ -34,8 +26,8 @@ MAX_PEERS = 16  # each needs several threads and connections
 # of 0 means none, or that the device decides.
 TYPES = {"executor": ExecutorKind, "max_queued_requests": options.Length, "seed": options.Seed}
 READERS: dict[str, Callable[[str], Any]] = {
-    "dtype": lambda text: DTYPES.get(text, text),
-    "executor": lambda text: EXECUTORS.get(text, text),
+    "dtype": lambda text: OTHER_VALUES["dtype"].get(text, text),
+    "executor": lambda text: OTHER_VALUES["executor"].get(text, text),
     "max_model_len": lambda text: None if text == "auto" else options.count(text),
     **dict.fromkeys(("kv_cache_bytes", "kv_host_bytes", "kv_disk_bytes"), options.size_bytes),
 }

@@ -17,6 +17,7 @@ _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Only flags that change nothing with any value. In Python, the same names are keywords of `LLM(...)`.
 IGNORED: dict[str, str] = _TABLES["flags"] | _TABLES["with_value"]
 WITH_VALUE = frozenset(_TABLES["with_value"])
+OTHER_VALUES: dict[str, dict[str, str]] = _TABLES["values"]  # of options: other names of a value → its name here
 # Maps names to what replaces them; names with the same replacement share an entry.
 REPLACED, REPLACED_SAMPLING = (
     {name: instead for names, instead in _TABLES[table].items() for name in names.split()}
