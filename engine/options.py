@@ -16,19 +16,7 @@ from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -75,7 +63,7 @@ def flag(default: Any = None, **settings: Any) -> Any:
     return dataclasses.field(default=default, metadata=settings)
 
 
-class Option(NamedTuple):
+class Option(msgspec.Struct, frozen=True):
     name: str  # name of the field
     kind: Any  # type of the field, without limits and None
     default: Any
