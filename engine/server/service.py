@@ -23,7 +23,7 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import Asked, PromptRequest, parse
+from penstock.engine.server.requests import Asked, GenerateRequest, PromptRequest, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.template import ChatTemplate, text_digest
@@ -135,7 +135,7 @@ class Service:
             return
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "client": call.client}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
-        options["kv_transfer"] = getattr(request, "kv_transfer_params", None)
+        options["kv_transfer"] = request.kv_transfer_params if isinstance(request, GenerateRequest) else None
         for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
