@@ -58,9 +58,9 @@ def option_names() -> set[str]:
     return aliases | {*EngineOptions.__dataclass_fields__}
 
 
-def engine_config(model_path: str, given: dict[str, Any]) -> EngineConfig:
-    """Build the configurations of executor and scheduler from given options; an option that is None gets its default."""
-    plain = {name: plain_number(value) for name, value in given.items() if value is not None}
+def engine_config(model_path: str, settings: dict[str, Any]) -> EngineConfig:
+    """Build the configurations of executor and scheduler from flat options; an option that is None gets its default."""
+    plain = {name: plain_number(value) for name, value in settings.items() if value is not None}
     kept, remarks = split_ignored(plain)
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
@@ -90,7 +90,7 @@ def _fields_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_together(given: dict[str, Any], config: EngineConfig) -> None:
+def _check_together(settings: dict[str, Any], config: EngineConfig) -> None:
     """Check options against each other. An option is refused if it has no effect without another that is missing."""
     executor, scheduler = config.executor, config.scheduler
     cached = ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen")
@@ -104,7 +104,7 @@ def _check_together(given: dict[str, Any], config: EngineConfig) -> None:
         (("kv_disk_bytes",), executor.kv_disk_path, "kv_disk_path"),
     ):
         for name in names if not is_met else ():
-            if given.get(name):
+            if settings.get(name):
                 raise ValueError(f"{name}: given; it requires {required}")
     if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ValueError(

@@ -170,17 +170,17 @@ class Tools:
         return Calls(self.form, functions, must, many)
 
     async def plan(
-        self, request: ChatRequest, begun: str, calls: Calls | None, prompt: bytes, wanted: StructuredOutputs | None
+        self, request: ChatRequest, begun: str, calls: Calls | None, prompt: bytes, outputs: StructuredOutputs | None
     ) -> tuple[ReadingPlan, str | None]:
-        """Return the parsing plan, and the text of the grammar for `wanted`, the calls and the reasoning, if any.
+        """Return the parsing plan, and the text of the grammar for `outputs`, the calls and the reasoning, if any.
         `begun`: the text that the answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused
         are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or wanted is not None)
-        text = await self._grammar(calls, wanted, thought) if is_held else None
+        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or outputs is not None)
+        text = await self._grammar(calls, outputs, thought) if is_held else None
         if text is None:
             is_held = False
-            text = await self._grammar(None, wanted, thought)
+            text = await self._grammar(None, outputs, thought)
         shown_ids = frozenset[int]() if calls is None and thought is None else self._shown_ids
         return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False, shown_ids), text
 
@@ -192,31 +192,31 @@ class Tools:
         return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())
 
     async def _grammar(
-        self, calls: Calls | None, wanted: StructuredOutputs | None, thought: Thinking | None
+        self, calls: Calls | None, outputs: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
         """Return the text of one grammar for reasoning followed by calls or the requested format. Return None without a
         constraint, or if the grammar of optional calls is refused."""
         if calls is not None and calls.must:
-            wanted = None  # a required call follows the tool's schema; the format only applies to text
+            outputs = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
-        if calls is None and (wanted is None or thought is None):
-            return None if wanted is None else grammar_source(wanted)
-        content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], wanted, thought])
+        if calls is None and (outputs is None or thought is None):
+            return None if outputs is None else grammar_source(outputs)
+        content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], outputs, thought])
         if (key := hashlib.sha256(content).digest()) not in self._grammars:
-            self._grammars.add(key, await self._build(calls, wanted, thought))
+            self._grammars.add(key, await self._build(calls, outputs, thought))
         text: str | None = self._grammars[key]
         return text
 
     async def _build(
-        self, calls: Calls | None, wanted: StructuredOutputs | None, thought: Thinking | None
+        self, calls: Calls | None, outputs: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
         """Build the grammar. The client did not request one for optional calls, so they are not constrained by one that
         is refused: that is logged, and None is returned. Any other grammar is refused by the core."""
         build = messages_grammar if is_harmony(calls, thought) else partial(grammar, thinking=thought)
         if calls is None or calls.must or any(function.is_strict for function in calls.functions):
-            return build(self._special_ids, calls, wanted)
+            return build(self._special_ids, calls, outputs)
         try:
-            text = build(self._special_ids, calls, wanted)
+            text = build(self._special_ids, calls, outputs)
             refusal = await self._validator.refusal(text)
         except InvalidRequest as error:
             if error.field != "tools":

@@ -42,14 +42,14 @@ class ItemWriter(PartWriter):
         service: Service,
         call: Call,
         request: ResponsesRequest,
-        given: Sequence[AnyItem],
+        input_items: Sequence[AnyItem],
         plan: ReadingPlan,
         reply: dict[str, Any],
         logprobs: TextLogprobs | None,
     ) -> None:
-        """`given`: the items of the request."""
+        """`input_items`: those of the request."""
         super().__init__(call, plan, reply, is_stream=bool(request.stream))
-        self._service, self._request, self._given = service, request, given
+        self._service, self._request, self._input_items = service, request, input_items
         self._num_events = 0
         self._custom_tools = {tool.name for tool in reply["tools"] if isinstance(tool, CustomTool)}
         self._logprobs = logprobs
@@ -119,7 +119,7 @@ class ItemWriter(PartWriter):
     def _store(self) -> bool:
         """Store the response; return whether it is stored."""
         output = msgspec.convert(self.reply["output"], list[ITEM])  # without log-probabilities
-        items = msgspec.json.encode([*self._given, *output])
+        items = msgspec.json.encode([*self._input_items, *output])
         previous_id = self._request.previous_response_id
         stored = StoredResponse(self._call.owner, msgspec.json.encode(self.reply), items, previous_id)
         return self._service.responses.put(self.reply["id"], stored)
