@@ -18,21 +18,10 @@ import msgspec
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
+from penstock.engine.front import offline_call as call
 from penstock.engine.front import results
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.offline_call import (
-    Bar,
-    Batch,
-    LoadedAdapters,
-    LoRARequest,
-    LoraRequests,
-    Messages,
-    Prompt,
-    as_list,
-    for_each,
-    split_salt,
-)
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.rules import grammar_source
@@ -98,7 +87,7 @@ class LLM:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
-        self._adapters = LoadedAdapters(config.executor.max_cpu_loras)
+        self._adapters = call.LoadedAdapters(config.executor.max_cpu_loras)
 
     @property
     def info(self) -> ModelInfo:
@@ -106,28 +95,28 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: call.Prompt | Sequence[call.Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        use_tqdm: Bar = True,
+        use_tqdm: call.Bar = True,
         *,
-        lora_request: LoraRequests = None,
+        lora_request: call.LoraRequests = None,
     ) -> list[results.RequestOutput]:
         """Complete the prompts; return the results in their order. `sampling_params` is one for all prompts, or one for each;
         the default are the model's recommended ones. `lora_request`: an adapter for all, or one or None for each."""
-        return self._generate(as_list(prompts), sampling_params, use_tqdm, True, lora_request)
+        return self._generate(call.as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
         self,
-        messages: Messages | list[Messages],
+        messages: call.Messages | list[call.Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        use_tqdm: Bar = True,
+        use_tqdm: call.Bar = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: LoraRequests = None,
+        lora_request: call.LoraRequests = None,
     ) -> list[results.RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
@@ -135,7 +124,7 @@ class LLM:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
         template = self.template if chat_template is None else load_template(self.tokenizer, chat_template)
         tokenizer = FamiliarTokenizer(self.tokenizer, template)
-        many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
+        many: list[call.Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
             tokenizer.prompt(
                 conversation,
@@ -147,14 +136,14 @@ class LLM:
             for conversation in many
         ]
         # The template has written the special tokens itself.
-        ids: list[Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        ids: list[call.Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: call.Prompt | Sequence[call.Prompt],
         pooling: Pooling = "last",
-        use_tqdm: Bar = True,
+        use_tqdm: call.Bar = True,
         *,
         normalize: bool = True,
     ) -> list[results.PooledRequestOutput[results.EmbeddingOutput]]:
@@ -164,8 +153,8 @@ class LLM:
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
         with self._turn:
-            batch = Batch(self._running())
-            for prompt in as_list(prompts):
+            batch = call.Batch(self._running())
+            for prompt in call.as_list(prompts):
                 self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
             return self._run(batch, use_tqdm, lambda answer, prompt: results.embedded(answer, prompt, normalize))
 
@@ -259,17 +248,17 @@ class LLM:
 
     def _generate(
         self,
-        prompts: list[Prompt],
+        prompts: list[call.Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
-        use_tqdm: Bar,
+        use_tqdm: call.Bar,
         is_continuation: bool,
-        lora_request: LoraRequests,
+        lora_request: call.LoraRequests,
     ) -> list[results.RequestOutput]:
-        asked = for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        adapters = for_each("lora_request", lora_request, LoRARequest, len(prompts))
+        asked = call.for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
+        adapters = call.for_each("lora_request", lora_request, call.LoRARequest, len(prompts))
         text, eos_ids = (None, ()) if self.tokenizer is None else (self.tokenizer.token_text, self.tokenizer.eos_ids)
         with self._turn:
-            batch = Batch(self._running())
+            batch = call.Batch(self._running())
             copies = {place: self._checked(each) for place, each in {id(each): each for each in asked}.items()}
             samplings = {place: params.sampling(eos_ids) for place, params in copies.items()}
             keys = self._adapters.keys(adapters, batch.core)
@@ -289,9 +278,11 @@ class LLM:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return copy
 
-    def _begin(self, batch: Batch, prompt: Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]) -> None:
+    def _begin(
+        self, batch: call.Batch, prompt: call.Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]
+    ) -> None:
         """Add a request to the batch. `begin_answer` explains the options."""
-        given, cache_salt = split_salt(prompt)
+        given, cache_salt = call.split_salt(prompt)
         text, wanted = None, params.structured_outputs
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -307,7 +298,7 @@ class LLM:
         batch.add(answer, text)
 
     def _run(
-        self, batch: Batch, use_tqdm: Bar, show: Callable[[Answer, str | None], results.Result]
+        self, batch: call.Batch, use_tqdm: call.Bar, show: Callable[[Answer, str | None], results.Result]
     ) -> list[results.Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""
         try:

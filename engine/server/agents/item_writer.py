@@ -23,12 +23,7 @@ from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_
 
 # Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
 # text's events, field of the text.
-FORMS: dict[str, tuple[str, str, str, str]] = {
-    "reasoning": ("reasoning", "rs", "reasoning_text", "text"),
-    "text": ("message", "msg", "output_text", "text"),
-    "call": ("function_call", "fc", "function_call_arguments", "arguments"),
-    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
-}
+FORMS: dict[str, list[str]] = msgspec.json.decode(Path(__file__).with_name("item_forms.json").read_bytes())
 
 # The fields of a response besides its names and its content; Open Responses requires all of them.
 DEFAULTS: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("response_defaults.json").read_bytes())
