@@ -160,7 +160,8 @@ class ItemWriter(PartWriter):
             part["text"] for item in self.reply["output"] if item["type"] == "reasoning" for part in item["content"]
         ]
         is_long = sum(map(len, thought)) > INLINE_CHARS
-        ids = await in_thread_if(is_long, lambda: self._service.tokenizer.encode_batch(thought, False))
+        encode = self._service.tokenizer.encode
+        ids = await in_thread_if(is_long, lambda: [encode(text, False) for text in thought])
         num_thought = sum(map(len, ids))
         return {
             "input_tokens": call.num_prompt_tokens,
