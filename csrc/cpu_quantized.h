@@ -100,18 +100,20 @@ static __attribute__((noinline)) void load_chunk(const struct code_type *t, cons
     }
 }
 
-/* Load pair i of a chunk from a plane of `bits` bits per code. */
-INLINE pairs code_pair(const uint8_t *plane, const int bits, const int i, const int v) {
+/* Load pair `i` of a chunk from a plane of `bits` bits per code, in 16-bit lanes; with `as_bytes` the four codes `i`, to be
+ * multiplied by four bytes of an input. */
+INLINE pairs load_codes(const uint8_t *plane, const int bits, const int as_bytes, const int i, const int v) {
+    const int word_at = (as_bytes ? i : i / 2) * bits, shift = word_at % 8 + (as_bytes ? 0 : i % 2 * 8);
     pairs word;
-    memcpy(&word, plane + 4 * (i / 2 * bits / 8 * PANEL_COLUMNS + v * LANES), sizeof word);
-    return word >> (uint16_t)(i / 2 * bits % 8 + i % 2 * 8) & (uint16_t)((1 << bits) - 1);
+    memcpy(&word, plane + 4 * (word_at / 8 * PANEL_COLUMNS + v * LANES), sizeof word);
+    return word >> (uint16_t)shift & (uint16_t)((as_bytes ? 0x101 : 1) * ((1 << bits) - 1));
 }
 
-INLINE pairs value_pair(const uint8_t *planes, const int low, const int high, const uint8_t *table, const int i,
-                       const int v) {
-    pairs code = code_pair(planes, low, i, v);
-    if (high) code |= code_pair(planes + 4 * low * PANEL_COLUMNS, high, i, v) << (uint16_t)low;
-    return table ? look_up(table, code) : code;
+INLINE pairs load_values(const uint8_t *planes, const int low, const int high, const uint8_t *table, const int as_bytes,
+                         const int i, const int v) {
+    pairs codes = load_codes(planes, low, as_bytes, i, v);
+    if (high) codes |= load_codes(planes + 4 * low * PANEL_COLUMNS, high, as_bytes, i, v) << (uint16_t)low;
+    return table ? look_up(table, codes) : codes;
 }
 
 /* Integer sums of products, by row and vector. */
@@ -168,20 +170,6 @@ INLINE void add_scaled_sums(const int rows, const struct quantized_linear *l, in
     }
 }
 
-/* Load four codes, to be multiplied by four bytes of an input. */
-INLINE pairs code_quad(const uint8_t *planes, const int bits, const int i, const int v) {
-    pairs word;
-    memcpy(&word, planes + 4 * (i * bits / 8 * PANEL_COLUMNS + v * LANES), sizeof word);
-    return word >> (uint16_t)(i * bits % 8) & (uint16_t)(0x101 * ((1 << bits) - 1));
-}
-
-INLINE pairs value_quad(const uint8_t *planes, const int low, const int high, const uint8_t *table, const int i,
-                        const int v) {
-    pairs codes = code_quad(planes, low, i, v);
-    if (high) codes |= code_quad(planes + 4 * low * PANEL_COLUMNS, high, i, v) << (uint16_t)low;
-    return table ? look_up(table, codes) : codes;
-}
-
 #if !HAS_VNNI
 /* Return c plus, in each 16-bit lane, the two products of a's unsigned and b's signed bytes. */
 INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
@@ -203,7 +191,7 @@ INLINE void add_quads(const int rows, const int low, const int high, const uint8
     for (int i = first; i < end; i++) {
         pairs values[PANEL_VECTORS];
 #pragma GCC unroll 2
-        for (int v = 0; v < PANEL_VECTORS; v++) values[v] = value_quad(planes, low, high, table, i, v);
+        for (int v = 0; v < PANEL_VECTORS; v++) values[v] = load_values(planes, low, high, table, 1, i, v);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const uint32_t *bytes = x + r * (CHUNK / 2) + i;
@@ -236,68 +224,44 @@ INLINE void add_quads(const int rows, const int low, const int high, const uint8
         }
 }
 
-INLINE void multiply_quads(const int rows, const int low, const int high, const int groups, const uint8_t *table,
+/* Multiply some rows by the codes of a panel as bytes. Without VNNI, where it is one row, codes whose byte products do not
+ * fit into 16 bits are widened to 16 bits in registers. */
+INLINE void multiply_codes(const int low, const int high, const int groups, const uint8_t *table, const int rows,
                            const struct quantized_linear *l, int64_t row, const uint8_t *panel, struct prefetch *next,
                            float *out) {
+    const int as_bytes = HAS_VNNI || (low < 8 && !table);
     const int quads = 8 / groups, at_once = HAS_VNNI || low + high < 5 ? quads : low + high == 5 ? 4 : 2;
     for (int64_t index = 0; index < l->depth / CHUNK; index++) {
         struct chunk c;
         prefetch_chunk(next);
         load_chunk(l->type, panel, index, &c);
         int64_t at = index * l->x.rows + row;
-        const uint32_t *x = l->x.bytes + at * (CHUNK / 2);
+        const uint32_t *x = as_bytes ? l->x.bytes + at * (CHUNK / 2) : (const uint32_t *)(l->x.values + at * CHUNK);
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
             init_sums(rows, 1, l, at, group, &s);
+            if (as_bytes) {
 #pragma GCC unroll 8
-            for (int first = group * quads; first < (group + 1) * quads; first += at_once)
-                add_quads(rows, low, high, table, first, first + at_once, c.planes, x, &s);
+                for (int first = group * quads; first < (group + 1) * quads; first += at_once)
+                    add_quads(rows, low, high, table, first, first + at_once, c.planes, x, &s);
+            } else {
+#pragma GCC unroll 16
+                for (int i = group * 2 * quads; i < (group + 1) * 2 * quads; i++) {
+                    pairs codes[PANEL_VECTORS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < PANEL_VECTORS; v++) codes[v] = load_values(c.planes, low, high, table, 0, i, v);
+                    add_pair(rows, x + i, codes, &s);
+                }
+            }
             add_scaled_sums(rows, l, at, &c, group, &s, out);
         }
     }
 }
 
-#if !HAS_VNNI
-/* Multiply one row by codes whose byte products do not fit into 16 bits: they are widened to 16 bits in registers. */
-INLINE void multiply_pairs(const int rows, const int low, const int high, const int groups, const uint8_t *table,
-                         const struct quantized_linear *l, int64_t row, const uint8_t *panel, struct prefetch *next,
-                         float *out) {
-    for (int64_t index = 0; index < l->depth / CHUNK; index++) {
-        struct chunk c;
-        prefetch_chunk(next);
-        load_chunk(l->type, panel, index, &c);
-        int64_t at = index * l->x.rows + row;
-        const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
-#pragma GCC unroll 2
-        for (int group = 0; group < groups; group++) {
-            struct sums s;
-            init_sums(1, 1, l, at, group, &s);
-#pragma GCC unroll 16
-            for (int i = group * 16 / groups; i < (group + 1) * 16 / groups; i++) {
-                pairs codes[PANEL_VECTORS];
-#pragma GCC unroll 2
-                for (int v = 0; v < PANEL_VECTORS; v++) codes[v] = value_pair(c.planes, low, high, table, i, v);
-                add_pair(1, x + i, codes, &s);
-            }
-            add_scaled_sums(1, l, at, &c, group, &s, out);
-        }
-    }
-}
-#else
-#define multiply_pairs multiply_quads /* VNNI multiplies all codes as bytes */
-#endif
-
-INLINE void multiply_by_type(const int low, const int high, const int groups, const uint8_t *table, const int rows,
-                             const struct quantized_linear *l, int64_t row, const uint8_t *panel,
-                             struct prefetch *next, float *out) {
-    if (low == 8 || table) multiply_pairs(rows, low, high, groups, table, l, row, panel, next, out);
-    else multiply_quads(rows, low, high, groups, NULL, l, row, panel, next, out);
-}
-
 INLINE void multiply_rows_of_type(const int rows, const struct quantized_linear *l, int64_t row, const uint8_t *panel,
                                   struct prefetch *next, float *out) {
-    BY_BITS(l->type, multiply_by_type, rows, l, row, panel, next, out);
+    BY_BITS(l->type, multiply_codes, rows, l, row, panel, next, out);
 }
 
 static void multiply_few(int rows, const struct quantized_linear *l, int64_t row, const uint8_t *panel,
@@ -322,7 +286,7 @@ INLINE void widen_codes(const int low, const int high, const int groups, const u
 #pragma GCC unroll 16
     for (int i = 0; i < CHUNK / 2; i++)
 #pragma GCC unroll 2
-        for (int v = 0; v < PANEL_VECTORS; v++) out[i][v] = value_pair(planes, low, high, table, i, v) - offset;
+        for (int v = 0; v < PANEL_VECTORS; v++) out[i][v] = load_values(planes, low, high, table, 0, i, v) - offset;
 }
 
 INLINE void multiply_wide(const int rows, const struct quantized_linear *l, int64_t row, int64_t index, int count,
