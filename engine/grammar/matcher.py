@@ -22,8 +22,6 @@ class Lexer:
 
     One long answer can therefore use them up for all copies; `compile` makes a grammar with a separate lexer."""
 
-    __slots__ = ("compile", "is_full", "num_tokens", "took_s")
-
     def __init__(self, compile: "Callable[[], LLMatcher]", took_s: float) -> None:
         self.compile, self.took_s = compile, took_s
         self.num_tokens = 0  # consumed by all copies together
@@ -32,8 +30,6 @@ class Lexer:
 
 class Matcher:
     """The grammar state of one sequence. It survives preemption, since the host knows its tokens. Not thread-safe."""
-
-    __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
     def __init__(self, backend: "LLMatcher", vocabulary: GrammarVocabulary, lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary

@@ -61,10 +61,8 @@ class Rules:
 
     def text(self, text: str) -> str:
         """Return the Lark expression for fixed text, with special tokens matched as tokens."""
-        ids = self._special_ids
-        return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in self._parts(text)
-        )
+        ids, parts = self._special_ids, self._parts(text)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts)
 
     def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
         """Add a rule for free text up to and including a mark."""

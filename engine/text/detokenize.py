@@ -104,8 +104,6 @@ class _Pieces(dict[int, Any]):
 class _ByteStream:
     """A stream whose pieces are bytes; invalid UTF-8 becomes U+FFFD in the same places as in the library."""
 
-    __slots__ = ("_decode", "_pieces")
-
     def __init__(self, pieces: _Pieces) -> None:
         self._pieces = pieces
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -120,8 +118,6 @@ class _ByteStream:
 
 class _PieceStream:
     """A stream whose pieces are texts (at the start, and later), one byte (an int), or None for a token without text."""
-
-    __slots__ = ("_decode", "_is_first", "_pieces", "_run")
 
     def __init__(self, pieces: _Pieces, decode: Callable[[list[str]], str], *, is_first: bool) -> None:
         self._pieces, self._decode = pieces, decode

@@ -118,16 +118,16 @@ class ChatTemplate:
 
     @cached_property
     def _takes_two_first(self) -> bool:
-        return self._prints_mark([SYSTEM], [USER])
+        return self._prints_mark(SYSTEM)
 
     @cached_property
     def _takes_later(self) -> bool:
-        return self._prints_mark([SYSTEM, USER, ASSISTANT], [USER])
+        return self._prints_mark(SYSTEM, USER, ASSISTANT)
 
-    def _prints_mark(self, before: list[PlainMessage], after: list[PlainMessage]) -> bool:
-        """Render a test chat; return whether the template prints a system (or supported developer) message there."""
+    def _prints_mark(self, *before: PlainMessage) -> bool:
+        """Render a test chat; return whether the template prints a system (or supported developer) message behind these."""
         for role in template_messages.SYSTEM_ROLES if self._has_developer else template_messages.SYSTEM_ROLES[:1]:
-            chat = [*before, {"role": role, "content": MARK}, *after]
+            chat = [*before, {"role": role, "content": MARK}, USER]
             variables = {"messages": chat, "tools": None, "add_generation_prompt": True}
             try:
                 if MARK not in self._template(False)({**self._variables, **variables}):
