@@ -190,10 +190,8 @@ class PeerTier:
             assert self.is_open or not (self._keys or self._sent)
             assert len(self._sent) <= self._window
             assert all(load.ticket == ticket for ticket, load in self._sent.items())
-            for times in (
-                [load.requested_s for load in self._sent.values()],
-                [load.sent_s for load in self._sent.values()],
-            ):
+            for name in ("requested_s", "sent_s"):
+                times = [getattr(load, name) for load in self._sent.values()]
                 assert times == sorted(times)
         self._keys.check()
 
