@@ -110,9 +110,7 @@ class RouterProcess:
         """Wait until every replica was probed once or the probe timeout has passed, so that a restarted router does not answer
         that no replica is available."""
         deadline_s = time.monotonic() + self.config.timeouts.probe_timeout_s
-        while time.monotonic() < deadline_s and any(
-            replica.state == "starting" for replica in self.fleet.replicas.values()
-        ):
+        while time.monotonic() < deadline_s and "starting" in {each.state for each in self.fleet.replicas.values()}:
             await asyncio.sleep(0.005)
 
     async def close(self) -> None:

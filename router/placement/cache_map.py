@@ -206,10 +206,8 @@ class CacheMap:
         if len(self._counts) != self.index.num_slots:
             self._counts = ffi.new(I32S, self.index.num_slots)
         self.index.match_into(self._counts, keys, num_ends)
-        counts, number = self._counts, self.spaces.index(space)
-        lib.penstock_cached_tokens(
-            self._c, counts, space.block_size, self._space_of_row, number, fleet.num_rows, fleet.cached
-        )
+        rows = self._space_of_row, self.spaces.index(space), fleet.num_rows
+        lib.penstock_cached_tokens(self._c, self._counts, space.block_size, *rows, fleet.cached)
 
     def _name_slots(self) -> None:
         start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]
