@@ -1,6 +1,7 @@
 """Options for logs and spans, of servers and routers."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -44,16 +45,12 @@ def traces_url(endpoint: str) -> str:
 def check(telemetry: Telemetry, environment: Mapping[str, str]) -> None:
     """Raise a ValueError that names an invalid option."""
     log_levels(telemetry.log_level or environment.get(LOG_VARIABLE, "info"))
-    if telemetry.otlp_traces_endpoint is not None:
-        traces_url(telemetry.otlp_traces_endpoint)
-        if not has_sdk():
-            raise ValueError(
-                "otlp_traces_endpoint: needs the OpenTelemetry SDK, which is not installed; run `pip install penstock[otel]`"
-            )
-
-
-def has_sdk() -> bool:
-    try:
-        return all(find_spec(name) is not None for name in SDK_PACKAGES)
-    except ModuleNotFoundError:  # not even their parent package is there
-        return False
+    if telemetry.otlp_traces_endpoint is None:
+        return
+    traces_url(telemetry.otlp_traces_endpoint)
+    with suppress(ModuleNotFoundError):  # not even the parent package is there
+        if all(find_spec(name) is not None for name in SDK_PACKAGES):
+            return
+    raise ValueError(
+        "otlp_traces_endpoint: needs the OpenTelemetry SDK, which is not installed; run `pip install penstock[otel]`"
+    )
