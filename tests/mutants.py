@@ -2,7 +2,7 @@
 
 It works in a copy of the last commit below .venv/mutants. The fast tests run there once under coverage, which notes the
 lines that each test executes, in child processes as well. Then, for each change that the seed draws, the tests of its
-line run, the fastest first, until one fails. A test that hangs has noticed the change.
+line run until one fails. A test that hangs has noticed the change.
 
 A change is a comparison that is turned around or shifted by one, a number that is one larger, a statement that is left
 out, or a call whose first two arguments are swapped. Assertions, log lines, annotations and decorators are not changed.
@@ -18,7 +18,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,8 @@ def replacements(node: ast.AST) -> Iterator[str]:
             yield ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], others))
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             yield repr(value + 1)
+        case ast.Call(func=ast.Name(id="max" | "min"), args=[_, _]):
+            pass  # which compute the same either way
         case ast.Call(func=function, args=[ast.expr() as first, ast.expr() as second, *rest], keywords=keywords):
             if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
                 yield ast.unparse(ast.Call(function, [second, first, *rest], keywords))
@@ -142,23 +145,35 @@ class Copy:
         self._data.read()
 
     def tests_of(self, mutation: Mutation) -> list[str]:
-        """Return the tests that execute the lines, the fastest first, as far as there is time for them. A process that
-        a fixture has started may work for all tests of the file."""
-        tests = set[str]()
-        for line, contexts in self._data.contexts_by_lineno(str((self.tree / mutation.path).resolve())).items():
-            names = "|".join(contexts).split("|") if mutation.first <= line <= mutation.last else []
-            for test, _, phase in (name.partition(" (") for name in names):
-                file = test.partition("::")[0]
-                tests |= (
-                    {each for each in self._seconds if each.startswith(f"{file}::")} if phase == "setup)" else {test}
-                )
+        """Return the tests that execute the lines, the fastest first, as far as there is time for them; those in folders
+        of the same names are preferred. Triton interprets another copy of its kernels, so for their lines these are the
+        tests that execute any line of the file."""
+        by_line = self._data.contexts_by_lineno(str((self.tree / mutation.path).resolve()))
+        tests = self._tests_in(by_line.get(line, []) for line in range(mutation.first, mutation.last + 1))
+        tests = tests or self._tests_in(by_line.values())
         chosen: list[str] = []
         passed_s = 0.0
-        for test in sorted(tests & self._seconds.keys(), key=lambda test: (self._seconds[test], test)):
+        folders = ["tests", *Path(mutation.path).with_suffix("").parts]
+
+        def shared(test: str) -> int:
+            parts = test.partition("::")[0].replace("test_", "").removesuffix(".py").split("/")
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(folders, parts, strict=False)))
+
+        for test in sorted(tests, key=lambda test: (-shared(test), self._seconds[test], test)):
             passed_s += self._seconds[test]
             if passed_s < MOST_TEST_S or not chosen:
                 chosen.append(test)
-        return chosen
+        return sorted(chosen, key=lambda test: self._seconds[test])
+
+    def _tests_in(self, contexts: Iterable[list[str]]) -> set[str]:
+        """Return the tests of coverage's contexts. A process that a fixture has started may work for all tests of the
+        file."""
+        tests = set[str]()
+        for name in {name for each in contexts for names in each for name in names.split("|")}:
+            test, _, phase = name.partition(" (")
+            file = test.partition("::")[0]
+            tests |= {each for each in self._seconds if each.startswith(f"{file}::")} if phase == "setup)" else {test}
+        return tests & self._seconds.keys()
 
     def is_noticed(self, mutation: Mutation, tests: list[str]) -> bool:
         """Run the tests with the change until one fails."""
