@@ -224,6 +224,15 @@ def test_reads_beyond_the_budget_of_bytes_are_refused_and_offered_again() -> Non
         until(lambda: len(peer) == 40, "what was refused is announced again")
 
 
+def test_loads_that_fail_at_the_peer_give_its_bytes_back() -> None:
+    ours = Source(range(0), range(40))
+    ours.disk.fails_load = 1.0
+    with serving(ours, serve_bytes=2 * CHUNK) as server, tier(server.endpoint) as peer:
+        hear_all(peer)
+        assert [load(peer, number) for number in range(6)] == [[False]] * 6
+        assert peer.stats()["failures"] == {"gone": 6}
+
+
 def test_every_load_ends_once_also_at_the_end() -> None:
     with LyingPeer(KEYS, lambda *each: None) as liar:
         peer = opened(liar.endpoint)
