@@ -17,8 +17,7 @@ from penstock import health
 from penstock.engine.options import size_bytes
 from penstock.engine.server.server_config import ServerConfig
 from penstock.router.config import RouterConfig
-from tests.docs.test_commands import check_penstock
-from tests.docs.test_pages import ROOT
+from tests.docs.test_pages import ROOT, check_penstock
 from tests.support.refusals import cases
 from tests.support.running_server import running
 

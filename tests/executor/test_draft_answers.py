@@ -1,6 +1,6 @@
 """Answers with drafts of a model's own layer, over `LLM`: they are the same as without, and most of the drafts are right.
 
-The model in tests/support/draft_model continues two counters whose text never repeats (tests/support/train_draft_model.py).
+The model in tests/support/draft_model continues two counters whose text never repeats (its README.md says how it was trained).
 """
 
 from collections.abc import Callable, Iterator, Sequence
