@@ -95,9 +95,6 @@ def statuses(answer: bytes) -> list[int]:
     return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
 
 
-# Keys.
-
-
 WRONG = ("Bearer sk-wrong", "Bearer ", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}-not")
 
 
@@ -168,9 +165,6 @@ def test_a_named_origin_may_ask_with_its_key_and_another_may_not() -> None:
         for headers, expected in (({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200)):
             answer = server.post("/v1/completions", {"prompt": "abc"}, headers={"Origin": PAGE, **headers})
             assert answer.status_code == expected and answer.headers["access-control-allow-origin"] == PAGE
-
-
-# Heads.
 
 
 MALFORMED = SMUGGLING | dict(table(__file__, "malformed requests", post=post))
@@ -288,9 +282,6 @@ def test_a_host_name_that_resolves_to_loopback_is_answered(monkeypatch: pytest.M
     assert hosts.refusal(b"My-Machine:8000") is None and hosts.refusal(b"localhost") is None
     assert hosts.refusal(b"evil.example") is not None
     assert hosts.refusal(None) is None  # HTTP/1.0
-
-
-# Limits.
 
 
 HEAD = post(b"", b"content-length: %d").partition(b"content-length")[0]

@@ -80,9 +80,6 @@ def test_a_server_that_ends_while_the_model_loads_leaves_nothing(
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
-# Over several ranks.
-
-
 @pytest.fixture
 def two_ranks(folder: Path) -> Iterator[Command]:
     with served(folder, "--tensor-parallel-size", "2") as server:

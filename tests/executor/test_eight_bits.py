@@ -147,9 +147,6 @@ def test_dummy_weights_are_alike(case: str, monkeypatch: pytest.MonkeyPatch, rec
     assert 0.3 < logits_of(folders(case)[0], recorded, load_format="dummy").std() < 3
 
 
-# Pages of eight bits.
-
-
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v3"])
 def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     case: str, monkeypatch: pytest.MonkeyPatch, recorded: list[torch.Tensor]

@@ -38,6 +38,7 @@ from tests.support.stored_models import stored
 
 COUNT = 8
 UP, NORM = "model.layers.{}.mlp.up_proj.weight", "model.norm.weight"
+NAN = "'model.norm.weight' has numbers"
 Tensors = dict[str, torch.Tensor]
 Served = tuple[UniprocExecutor, list[list[int]]]
 
@@ -206,8 +207,7 @@ def test_adapters_stay_over_other_weights_as_a_start_would_have_them(
         executor.update_weights(shared.path)
     executor.wake(["weights", "kv_cache"])
     assert bits(executor, [keys[1], third]) == bits(fresh, [keys[1], third])
-    spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
-    with SharedTensors(spoiled) as shared, pytest.raises(WeightsError, match="'model.norm.weight' has numbers"):
+    with SharedTensors(other | {NORM: other[NORM] * torch.nan}) as shared, pytest.raises(WeightsError, match=NAN):
         executor.update_weights(shared.path)
     assert bits(executor, [keys[1]]) == bits(fresh, [keys[1]])
     executor.update_weights(str(folder(case)))
@@ -293,8 +293,7 @@ def test_all_ranks_take_other_weights_or_none_does(case: str, tmp_path: Path) ->
     with running(config_of(case, 2, enable_lora=True)) as executor:
         keys = [executor.load_adapter(adapter).key for adapter in adapters_of(case, tmp_path)]
         first, before, adapted = answers(executor), executor.info.fingerprint, bits(executor, keys)
-        spoiled = {**other, "model.norm.weight": other["model.norm.weight"] * torch.nan}
-        with SharedTensors(spoiled) as shared, pytest.raises(WeightsError, match="'model.norm.weight' has numbers"):
+        with SharedTensors(other | {NORM: other[NORM] * torch.nan}) as shared, pytest.raises(WeightsError, match=NAN):
             executor.update_weights(shared.path)
         assert answers(executor) == first and executor.info.fingerprint == before
         with SharedTensors(other) as shared:

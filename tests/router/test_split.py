@@ -158,9 +158,6 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
         assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
 
 
-# Failures.
-
-
 @pytest.mark.parametrize("broken", [hang_up, sick])
 def test_when_a_prefill_replica_fails_another_one_is_asked(broken: Answer) -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
@@ -242,9 +239,6 @@ def test_a_prefill_replica_that_goes_down_is_not_waited_for() -> None:
             assert sock.recv(4096).endswith(b'{"well":1}')
         assert computing.is_left.wait(60) and answering.is_left.wait(60)
         assert "kv_transfer_params" not in fields(decode.seen[-1])
-
-
-# The fleet.
 
 
 def test_clients_do_not_choose_the_peer() -> None:

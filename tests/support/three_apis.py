@@ -40,9 +40,6 @@ def arguments_of(text: str) -> Any:
         return text
 
 
-# Chats.
-
-
 def tool(**function: Any) -> Json:
     return {"type": "function", "function": {"name": "f", **function}}
 
@@ -93,8 +90,6 @@ def streamed_chat(events: list[Json]) -> Seen:
     end, usage = choices[-1], chat_usage(events[-1]["usage"])
     return Seen(reasoning, text, calls, end["finish_reason"], usage, end["stop_reason"], logprobs_of(logprobs))
 
-
-# Responses.
 
 # Type of an item → type of its text's events, and the field of the text.
 TEXTS = {
@@ -150,9 +145,6 @@ def streamed_response(events: list[Json]) -> Seen:
     return whole_response(reply)
 
 
-# Messages.
-
-
 def message_usage(usage: dict[str, int]) -> tuple[int, int, int]:
     cached = usage["cache_read_input_tokens"]
     return usage["input_tokens"] + cached, cached, usage["output_tokens"]
@@ -201,9 +193,6 @@ def streamed_message(events: list[Json]) -> Seen:
         except ValueError:
             assert block["type"] == "tool_use"
     return whole_message({"content": content, "usage": last["usage"], **last["delta"]})
-
-
-# All of them.
 
 
 class Api(NamedTuple):

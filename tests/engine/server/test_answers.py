@@ -140,9 +140,6 @@ def test_a_truncated_prompt_keeps_its_end(server: Running) -> None:
     assert server.complete("a" * 5000, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 999
 
 
-# Chats.
-
-
 def test_openais_package_reads_a_chat_whole_and_streamed(client: Any) -> None:
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "U"}], "max_completion_tokens": 19}
     answer = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
@@ -224,9 +221,6 @@ def test_a_model_without_a_template_can_only_complete(server: Running, monkeypat
     assert answer.status_code == 400
     assert "no chat template" in answer.json()["error"]["message"]
     assert server.complete(max_tokens=1).status_code == 200
-
-
-# Embeddings, tokens.
 
 
 def test_embeddings_come_in_order_as_numbers_or_base64(client: Any) -> None:

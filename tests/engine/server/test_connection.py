@@ -50,9 +50,6 @@ def assert_serves(server: Running) -> None:
 server = started(max_body_bytes=100_000)
 
 
-# Clients that do not read, and clients that leave.
-
-
 def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> None:
     engine = FakeEngine(info=LONG)
     with running(engine, write_timeout_s=0.2) as server, contextlib.ExitStack() as stack:

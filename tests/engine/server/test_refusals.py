@@ -119,9 +119,6 @@ def test_a_refusal_names_the_field(
     assert len(server.engine.submitted) == before
 
 
-# Malformed bodies.
-
-
 @pytest.mark.parametrize("body", table(__file__, "bodies"))
 def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
@@ -149,9 +146,6 @@ def test_json_must_be_called_json(server: Running) -> None:
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
         refused(post(server, "/v1/completions", b'{"prompt": "a"}', content_type), 415)
     assert post(server, "/v1/completions", b'{"prompt": "a"}', "Application/JSON; charset=utf-8").status_code == 200
-
-
-# Size before work.
 
 
 @pytest.mark.parametrize(("path", "body"), cases(__file__, "millions", pytest=pytest))
@@ -182,9 +176,6 @@ def test_log_probabilities_of_prompts_are_bounded(
     assert str(limit - 1) in message and " × 2" in message
 
 
-# Models, routes, methods.
-
-
 def test_an_unknown_model_is_a_404_that_names_the_known_ones(server: Running) -> None:
     assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
     refused(server.chat(model="x" * 100_000), 404, "model")
@@ -210,9 +201,6 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Runn
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"
     assert server.http.request("BREW", "/health").status_code in (400, 405)
-
-
-# Refusals of the engine.
 
 
 def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing() -> None:
@@ -279,9 +267,6 @@ def test_a_bug_is_a_500_that_tells_the_client_nothing(
     monkeypatch.setattr(server.app.service.tokenizer, "encode_batch", Mock(side_effect=RuntimeError("secret detail")))
     assert refused(server.complete(), 500) == "internal error"
     until(lambda: "secret detail" in caplog.text)  # it is in the log
-
-
-# Ids of requests.
 
 
 def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:

@@ -30,9 +30,6 @@ def client(server: Running) -> Iterator[Any]:
         yield made
 
 
-# One answer.
-
-
 def test_a_response_has_its_text_its_usage_and_the_requests_fields(server: Running, client: Any) -> None:
     response = client.responses.create(
         model=MODEL, input="Hi", instructions="Be brief.", temperature=0.5, metadata={"a": "b"}, user="me"
@@ -46,9 +43,6 @@ def test_a_response_has_its_text_its_usage_and_the_requests_fields(server: Runni
     with client.responses.stream(model=MODEL, input="Hi") as stream:  # the package's own gathering
         assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "Hello."
         assert stream.get_final_response().output_text == "Hello."
-
-
-# Tools, reasoning, formats.
 
 
 def test_the_package_reads_items_and_sends_them_back(qwen: Running) -> None:
@@ -104,9 +98,6 @@ def test_the_input_of_a_custom_tool_is_the_same_however_its_json_is_cut(argument
         decoder = InputDecoder()
         deltas = [*map(decoder.feed, pieces), decoder.feed("", is_last=True)]
         assert "".join(deltas) == "".join(decoder.parts) == text
-
-
-# Stored responses.
 
 
 def test_a_response_goes_on_from_the_one_before_it(server: Running, client: Any, openai: Any) -> None:
@@ -183,9 +174,6 @@ def test_a_response_larger_than_the_store_says_that_it_is_not_stored(server: Run
         assert client.responses.create(model=MODEL, input="Hi").store is False
     finally:
         server.call(lambda: setattr(service, "responses", ResponseStore()))
-
-
-# Fields and tools.
 
 
 def test_a_response_has_every_field_that_open_responses_requires(server: Running) -> None:

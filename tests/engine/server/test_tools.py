@@ -181,9 +181,6 @@ def test_ids_of_calls_are_as_short_as_the_templates_of_mistral_need(servers: dic
     assert re.fullmatch("[a-z0-9]{9}", call["id"]), "the templates refuse longer ones"
 
 
-# Grammars.
-
-
 INVALID = {"type": "object", "properties": {"x": {"type": "string", "pattern": "("}}}
 
 
@@ -238,9 +235,6 @@ def test_a_grammar_that_only_the_core_refuses_is_a_400(qwen: Running, monkeypatc
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "tools: too big")
 
 
-# Reasoning.
-
-
 def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
     said = "[THINK]Hm.[/THINK]<think>x</think>"
     for parser, reasoning, content in cases(__file__, "parsers", said=said):
@@ -248,9 +242,6 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
             server.engine.reply = said
             message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
-
-
-# Models that were not made for tools.
 
 
 def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:

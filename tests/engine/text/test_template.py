@@ -232,9 +232,6 @@ def test_calls_and_results_become_text_and_results_in_a_row_one_message() -> Non
     assert "tool: " not in text
 
 
-# Hostile templates.
-
-
 FAILS = dict(cases(__file__, "escapes")) | dict(cases(__file__, "operations without an end"))
 
 
