@@ -1,6 +1,6 @@
 """The whole engine on the real default model: what it says, the forms that it keeps to, and the blocks of peers.
 
-That nothing around a request changes it is tested on small models (tests/executor/test_same_bits.py, test_models.py) and,
+That nothing around a request changes it is tested on small models (tests/executor/test_digests.py, test_models.py) and,
 with this model, by `prove` (tests/prove/test_ourselves.py).
 """
 

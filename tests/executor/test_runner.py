@@ -1,18 +1,31 @@
-"""The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, drafts and masks."""
+"""The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, drafts and masks.
+Embeddings and log-probabilities of models, against transformers; special features of some families and of some files.
 
+test_models.py has the tokens of all of them."""
+
+import gc
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from penstock.executor.protocol import Sampling, Step
+from penstock import LLM, SamplingParams
+from penstock.engine.front.submit import Pooling
+from penstock.executor.models.spec import LatentSpec
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step
 from penstock.executor.ranks import runner_factory
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.checkpoints import executor_of
+from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
 from tests.support.driver import Driver
-from tests.support.small_models import greedy
+from tests.support.refusals import cases, hardest_rows
+from tests.support.small_models import CASES, SEEING, folder, generated, greedy, random_model, reference
+from tests.support.stored_models import stored, text_of_images
 from tests.support.twins import torch_inputs
 
 CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
@@ -188,3 +201,168 @@ def test_a_step_is_not_collected_before_its_masks_came(driver: Driver) -> None:
     driver.executor.submit(Step(1, driver._admissions, [row]))
     with pytest.raises(AssertionError, match="before its masks"):
         driver.executor.collect()
+
+
+STATES = ("granite4-mamba", "qwen3-next", "lfm2")
+
+
+def test_latents_are_expanded_where_that_computes_less() -> None:
+    lite = LatentSpec(kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
+    assert [lite.is_expanded(count) for count in (1, 170, 171, 8192)] == [False, False, True, True]
+    narrow = LatentSpec(kv_rank=64, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
+    assert not narrow.is_expanded(10**9)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: Pooling) -> None:
+    given = prompts(3, seed=2)
+    driver = Driver(executor_of(case))
+    sequences = [driver.admit(prompt, pooling=pooling) for prompt in given]
+    chat = driver.admit(given[0])
+    found: dict[int, np.ndarray] = {}
+    while len(found) < len(given):
+        left = [s for s in sequences if s.computed < s.num_prompt]
+        result = driver.advance(chat, *left, chunk=9)
+        for row, data in result.embeddings.items():
+            found[left[row - 1].slot] = np.frombuffer(data, "<f4")
+    for sequence, prompt in zip(sequences, given, strict=True):
+        with torch.no_grad():
+            hidden = reference(case).base_model(torch.tensor([prompt])).last_hidden_state[0]
+        expected = hidden[-1] if pooling == "last" else hidden.mean(0)
+        np.testing.assert_allclose(found[sequence.slot], expected, rtol=1e-4, atol=1e-4)
+    assert chat.output == greedy(case, given[0], len(chat.output))[0]
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+def test_log_probabilities_are_transformers(chunk: int | None) -> None:
+    prompt, count = prompts(1, seed=4, low=33, high=33)[0], 6
+    tokens, _ = greedy("qwen3", prompt, count)
+    with torch.no_grad():
+        expected = reference("qwen3")(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    driver = Driver(executor_of("qwen3"))
+    plain = driver.admit(prompts(1, seed=5)[0])
+    sequence = driver.admit(prompt, Sampling(temperature=0.0, logprobs=3, prompt_logprobs=2))
+    of_prompt, of_output = [], []
+    while len(sequence.output) < count:
+        result = driver.advance(plain, sequence, chunk=chunk)
+        of_prompt += result.prompt_logprobs.get(1, [])
+        of_output += [result.logprobs[1]] if 1 in result.logprobs else []
+    assert len(of_prompt) == len(prompt) - 1 and len(of_output) == count
+    for index, (found, num) in enumerate([(f, 2) for f in of_prompt] + [(f, 3) for f in of_output]):
+        values, chosen = expected[index], (prompt + tokens)[index + 1]
+        assert found.ids[0] == chosen
+        assert found.rank == 1 + int((values > values[chosen]).sum())
+        assert list(found.ids[1:]) == values.topk(num).indices.tolist()
+        np.testing.assert_allclose(found.values, values[list(found.ids)], rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:
+    old = copied("llama-rope-llama3", tmp_path / "old")
+    config = json.loads((old / "config.json").read_text())
+    scaling = config["rope_parameters"]
+    changes = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config["dtype"]}
+    edit_config(old, rope_parameters=None, dtype=None, **changes)
+    prompt = prompts(1)[0]
+    driver = Driver(executor_of(old))
+    assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
+
+
+def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
+    """Where the CPU's layers repack theirs it was kept in both forms, and counted so."""
+    overrides = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
+    tied, apart = (executor_of("qwen3", load_format="dummy", hf_overrides=each) for each in overrides)
+    assert apart.info.memory["weights"] - tied.info.memory["weights"] == 160 * 64 * 4
+
+
+@pytest.mark.parametrize("is_repacked", [True, False])
+def test_a_changed_file_changes_no_weights(is_repacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding that is the head too may be repacked from the mapped file, but never stays there."""
+    if not is_repacked:
+        monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    path = copied("gemma3", tmp_path / "model")
+    driver, prompt = Driver(executor_of(path)), prompts(1)[0]
+    with (path / "model.safetensors").open("r+b") as file:  # in its place, so that mappings see it
+        begin = file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(b"\x7f" * (file.seek(0, 2) - file.seek(begin)))
+    assert driver.generate(driver.admit(prompt), count=8) == [greedy("gemma3", prompt, 8)[0]]
+
+
+def test_longrope_goes_by_the_longest_sequence_there_may_be(tmp_path: Path) -> None:
+    model = random_model("Phi3Config", CASES["phi3-longrope"][1] | {"original_max_position_embeddings": 64})
+    model.save_pretrained(tmp_path)
+    prompt, long = prompts(1, low=20, high=20)[0], prompts(1, low=70, high=70)[0]
+
+    short, whole = executor_of(tmp_path, max_model_len=64), executor_of(tmp_path)
+    assert short.info.fingerprint != whole.info.fingerprint
+    for executor, tokens in ((short, prompt), (whole, long)):
+        driver = Driver(executor)
+        assert driver.generate(driver.admit(tokens), count=20) == [generated("longrope", model, tokens, 20)[0]]
+
+
+@pytest.mark.parametrize(("case", "name"), cases(__file__, "tensors that draft"))
+def test_layers_that_only_draft_are_left_out(case: str, name: str, tmp_path: Path) -> None:
+    path = copied(case, tmp_path / case)
+    edit_config(path, num_nextn_predict_layers=1)
+    edit_weights(path, {name: torch.ones(4)})
+    assert executor_of(path).info.fingerprint == executor_of(case).info.fingerprint
+
+
+def test_layers_that_read_others_keys_take_no_pages() -> None:
+    """Six layers, of which two read others' keys; the widest has two heads of 32."""
+    info = executor_of("gemma4").info
+    assert info.block_bytes * len(info.groups) == 4 * 2 * 8 * 64 * 4  # a layer in a page of each group
+    assert info.num_blocks == 2**22 // info.block_bytes
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", *(pytest.param(case, marks=pytest.mark.slow) for case in STATES)])
+def test_a_restarted_engine_goes_on_from_states_on_the_disk(case: str, tmp_path: Path) -> None:
+    given = [[*prompts(1, low=50, high=50)[0], *rest] for rest in prompts(6, low=1, high=40)]
+    expected = [greedy(case, prompt, 20)[0] for prompt in given]
+    tiers: dict[str, Any] = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**26, "kv_host_bytes": 2**24}
+    sizes: dict[str, Any] = {"dtype": "float32", "block_size": 8, "kv_cache_bytes": 2**22, "max_model_len": 128}
+    for is_second in (False, True):
+        with LLM(str(folder(case)), skip_tokenizer=True, **sizes, **tiers) as model:
+            results = model.generate(given, SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert not is_second or min(result.num_cached_tokens or 0 for result in results) > 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_scale_that_is_no_number_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    path, name = copied(stored("mxfp4/gpt-oss")[0], tmp_path / "broken"), "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(path / WEIGHTS)[name]
+    scales[2, 7, 1] = 255
+    edit_weights(path, {name: scales})
+    assert "layers.1.mlp.experts.2.down_proj.weight': row 7 has a scale" in refusal(path, dtype=dtype)
+
+
+IMAGES = [(case, ("model.language_model.", "")) for case in SEEING]
+IMAGES += [(case, ("language_model.model.", "language_model.")) for case in SEEING if case != "gemma4"]
+
+
+@pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, IMAGES[5:6]))
+def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[str, str], tmp_path: Path) -> None:
+    executor = executor_of(text_of_images(case, tmp_path / "model", *prefixes))
+    assert executor.info.fingerprint == executor_of(case).info.fingerprint
+    given = prompts(2, seed=3)
+    assert Driver(executor).one_by_one(16, given) == [greedy(case, prompt, 16)[0] for prompt in given]
+
+
+def test_the_file_is_let_go_as_soon_as_it_is_loaded() -> None:
+    """Held by a cycle until the collector came by, it took its size in memory once more."""
+    path, _ = stored("gguf/mixed")
+    gc.collect()
+    gc.disable()
+    try:
+        executor = executor_of(path, dtype="auto")
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        del executor
+    finally:
+        gc.enable()
+
+
+def test_random_weights_need_no_codes_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((stored("mxfp4/gpt-oss")[0] / "config.json").read_text())
+    config = ExecutorConfig(model=str(tmp_path), load_format="dummy", kv_cache_bytes=2**22)
+    assert "weights as codes" not in UniprocExecutor(config).info.memory
