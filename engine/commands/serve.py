@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr(args.log_level)
     files = resolve_model(model, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
+    server_config(args, files.name, {})  # the model's name may be an adapter's
     if args.dry_run:
         _say_memory(import_module("penstock.executors").preview(engine.executor))
         return 0

@@ -177,6 +177,14 @@ def test_a_preview_of_several_ranks_is_refused(capsys: pytest.CaptureFixture[str
     assert "dry_run: given with several ranks" in capsys.readouterr().err
 
 
+def test_an_adapter_with_the_name_of_the_models_folder_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, *_ = stored("llama")
+    assert main(["serve", str(path), "--dry-run", "--enable-lora", "--lora-modules", f"{path.name}=/a"]) == 2
+    assert f"lora_modules: {path.name!r} is given twice, or is also a name" in capsys.readouterr().err
+
+
 PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
 # Fields that say nothing about what is computed, or that both sides are given by other ways.
 OUTSIDE = set(cases(__file__, "fields outside of a computation"))
