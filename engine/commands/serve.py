@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr(args.log_level)
     files = resolve_model(model, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
-    server_config(args, files.name, {})  # the model's name may be an adapter's
+    server = server_config(args, files.name, {})  # refuses an adapter of the model's name
     if args.dry_run:
         _say_memory(import_module("penstock.executors").preview(engine.executor))
         return 0
     import uvloop
 
-    return uvloop.run(_serve(files, engine, args))
+    return uvloop.run(_serve(files, engine, server, args))
 
 
 def check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
@@ -97,9 +97,9 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
         raise ConfigError(str(error)) from None
 
 
-async def _serve(files: ModelFiles, config: EngineConfig, args: argparse.Namespace) -> int:
+async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
     started_s = time.monotonic()
-    sockets = bind_sockets(args.host, args.port)  # reports a port that is in use before the model is loaded
+    sockets = bind_sockets(server.host, server.port)  # reports a port that is in use before the model is loaded
     task = asyncio.current_task()
     assert task is not None
     engine = AsyncEngine(config, progress=_say)
@@ -110,9 +110,9 @@ async def _serve(files: ModelFiles, config: EngineConfig, args: argparse.Namespa
             _say(f"Starting {files.name}{size}")
             engine.spawn()  # the core loads the model while a thread reads the tokenizer, so that signals are handled
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
-            is_auto = args.generation_config == "auto"
-            recommended = await asyncio.to_thread(recommended_sampling, files) if is_auto else {}
-            server = server_config(args, files.name, recommended)
+            if args.generation_config == "auto":
+                recommended = await asyncio.to_thread(recommended_sampling, files)
+                server = server_config(args, files.name, recommended)
             variables = args.default_chat_template_kwargs
             template = await asyncio.to_thread(load_template, tokenizer, args.chat_template, variables)
             # Import the HTTP server, which takes long, while the model is loaded.

@@ -58,7 +58,7 @@ class Constraints:
         outputs: list[Output] = []
         for request, job in [*self._jobs.items()] if self._jobs else ():
             limit = job.limit_passed()
-            if not (request.finished or limit is not None or job.result.done()):
+            if not request.finished and limit is None and not job.result.done():
                 continue
             del self._jobs[request]
             if request.finished or limit is not None:
@@ -72,7 +72,8 @@ class Constraints:
                 self._scheduler.queue(request)
             else:
                 is_refusal = isinstance(error, GrammarRefused)
-                what = f"the grammar cannot be compiled: {'' if is_refusal else f'{type(error).__name__}: '}{error}"
+                what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+                what = f"the grammar cannot be compiled: {what}"
                 outputs.append(self._scheduler.end(request, "error", what, is_refusal))
         return outputs
 
@@ -85,6 +86,7 @@ class Constraints:
         """Start filling the masks of the only step in flight, before it is submitted, so that this overlaps its forward
         pass."""
         if self._fill is not None and (rows := self._masked_rows()) is not None:
+            assert self._filling is None, "one step at a time"
             self._filling = self._thread.submit(self._fill, rows)
 
     def set_masks(self) -> list[Output]:
@@ -94,8 +96,9 @@ class Constraints:
         """
         if self._fill is None:
             return []
-        if self._filling is not None:
-            masks, self._filling = self._filling.result(), None
+        if (filling := self._filling) is not None:
+            self._filling = None  # also if it has failed
+            masks = filling.result()
         elif (rows := self._masked_rows()) is not None:
             masks = self._fill(rows)
         else:

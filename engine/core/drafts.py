@@ -50,12 +50,16 @@ class DraftRows(NamedTuple):
 class NoDrafter:
     """Sends no drafts."""
 
-    def extend(self, *_: object) -> tuple[list[Row], dict[int, DraftRows]]:
+    def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, DraftRows]]:  # noqa: ARG002
         return [], {}
 
-    def choose_drafts(self, *_: object) -> None: ...
+    def choose_drafts(
+        self, request: Request, num_new: int, sent: DraftRows | None, num_running: int, drafted: Sequence[int] | None
+    ) -> None:
+        pass
 
-    def note_cost(self, *_: object) -> None: ...
+    def note_cost(self, step: Step, num_requests: int, now_s: float) -> None:
+        pass
 
 
 @dataclass(slots=True)

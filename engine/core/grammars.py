@@ -62,7 +62,8 @@ class StepMasks(NamedTuple):
     errors: dict[int, str]  # rows whose mask could not be computed, with the reason; their masks are not used either
 
 
-# Fills the masks of one step at a time, for the indices of its constrained rows and their states.
+# Fills the masks of one step at a time, for the indices of its constrained rows and their states, which must not change
+# until it has returned.
 FillMasks = Callable[[Sequence[tuple[int, GrammarState]]], StepMasks]
 
 

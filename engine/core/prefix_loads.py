@@ -8,6 +8,7 @@ are pinned until it is admitted. `Tiers` (engine/core/tiers.py) draws the states
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
@@ -17,6 +18,15 @@ from penstock.engine.core.tier_stats import Rates
 
 PROBE_BLOCKS = 16  # blocks that are loaded only to measure a store when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
+
+
+class CachedChain(NamedTuple):
+    """The part of a request's prefix that is cached in a tier below the device."""
+
+    num_blocks: int
+    num_usable: int  # blocks of the prefix on the device and in the host
+    host_blocks: list[int]  # that hold part of it
+    missing: list[tuple[int, bytes]]  # index and key of the blocks to load from a store
 
 
 @dataclass(slots=True, eq=False)
@@ -163,9 +173,8 @@ class PrefixLoads:
                 self._num_pins += 1
                 self._waiters.setdefault(ticket, []).append(request)
 
-    def _walk(self, request: Request, room: int) -> tuple[int, int, list[int], list[tuple[int, bytes]]]:
-        """Follow the request's prefix in the tiers, as far as it needs at most `room` host blocks. Return the number of its
-        blocks, how many can be used without a load, the host blocks, and index and key of the blocks to load."""
+    def _walk(self, request: Request, room: int) -> CachedChain:
+        """Follow the request's prefix in the tiers, as far as it needs at most `room` host blocks."""
         find, host, keys_of, room = self._pool.find, self._index.host.find, self._keys, max(room, 0)
 
         def find_anywhere(key: bytes) -> int:
@@ -186,7 +195,7 @@ class PrefixLoads:
         host_blocks = [host_block for _, key in absent if (host_block := host(key))]
         missing = [(block, key) for block, key in absent if not host(key)]
         num_usable = keys_of.find(request, lambda key: find(key) or host(key), num).num_blocks
-        return num, num_usable, host_blocks, missing
+        return CachedChain(num, num_usable, host_blocks, missing)
 
     def _queued(self, missing: list[tuple[int, bytes]]) -> Counter[str]:
         """Return the number of blocks to load from each store, including those queued for other requests."""

@@ -247,8 +247,9 @@ def _control(core: EngineCore, message: Control, pausing: list[Control], done: l
         match message.operation:
             case "load_adapter":
                 adapter = core.load_adapter(message.path)
-            case "reset_prefix_cache" if not core.reset_prefix_cache():
-                error = "requests or transfers between the tiers are in flight; try again when they are done"
+            case "reset_prefix_cache":
+                if not core.reset_prefix_cache():
+                    error = "requests or transfers between the tiers are in flight; try again when they are done"
             case "pause":
                 outputs = pauses.pause(message.mode)
             case "resume":
@@ -270,5 +271,7 @@ def _control(core: EngineCore, message: Control, pausing: list[Control], done: l
 
 def heartbeat(core: EngineCore, duty: Duty) -> Heartbeat:
     """Return the heartbeat, with the seconds by which the running step or job exceeds its deadline."""
-    job, ends_s = duty.job or ("a step", core.step_ends_s)
-    return Heartbeat(0.0 if ends_s is None else max(time.monotonic() - ends_s, 0.0), job)
+    now_s, job, ends_s = time.monotonic(), duty.job, core.step_ends_s
+    if job is not None and now_s > job[1]:
+        return Heartbeat(now_s - job[1], job[0])
+    return Heartbeat(0.0 if ends_s is None else max(now_s - ends_s, 0.0))

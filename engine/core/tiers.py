@@ -54,14 +54,35 @@ class NoTiers:
     def forget(self) -> bool:
         return True
 
-    def _none(self, *_: object) -> Any:
+    def wake(self) -> None:
+        pass
+
+    def begin(self, _waiting: WaitingQueue, _num_running: int) -> None:
+        pass
+
+    def end(self) -> Transfers | None:
         return None
 
-    def _empty(self, *_: object) -> dict[str, Any]:
+    def finish(self, _step: Step, _result: StepResult) -> None:
+        pass
+
+    def restore(self, _request: Request, _copies: list[list[tuple[int, int]]]) -> dict[str, int]:
         return {}
 
-    wake = begin = end = finish = offer = release = why_not_loaded = check = _none
-    restore = stats = _empty
+    def offer(self, _key: bytes) -> None:
+        pass
+
+    def release(self, _request: Request) -> None:
+        pass
+
+    def why_not_loaded(self, _key: bytes) -> MissReason | None:
+        return None
+
+    def stats(self) -> Any:
+        return {}
+
+    def check(self, _in_flight: Sequence[Transfers | None]) -> None:
+        pass
 
 
 class Tiers:
@@ -123,6 +144,7 @@ class Tiers:
         """End the loads and copies of a request that leaves the device or the queue, before its pages are released."""
         self._loads.release(request)
         self.index.host.release([host_block for host_block, _ in self._restoring.pop(request, ())])
+        request.kv.is_restoring = False
         # Its blocks count as used in all tiers: a tier's content must not age because a nearer tier always has it.
         keys = self._keys.used(request)
         self.index.touch(keys)

@@ -85,9 +85,10 @@ class AsyncEngine:
             # Remove the sockets' names once both are connected, so that nothing is left behind however this process ends.
             while self._death is None and not (self._is_connected and self._to_core.poll(0, zmq.POLLOUT)):
                 await asyncio.sleep(0.01)
-            assert self._directory is not None
-            shutil.rmtree(self._directory)
-            await self._ready.wait()
+            if self._death is None:
+                assert self._directory is not None
+                shutil.rmtree(self._directory)
+                await self._ready.wait()
             if self._death is not None:
                 raise EngineDead(self._death)
         except BaseException:

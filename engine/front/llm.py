@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -18,8 +18,7 @@ import msgspec
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.engine_options import engine_config
-from penstock.engine.front import offline_call as call
-from penstock.engine.front import results
+from penstock.engine.front import offline_call, results
 from penstock.engine.front.answer import Answer
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.submit import AnswerOptions, Pooling, begin_answer
@@ -68,26 +67,26 @@ class LLM:
         self._turn = threading.RLock()
         config = engine_config("", options)  # an invalid option is reported before a model is downloaded
         files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
-        located = msgspec.structs.replace(config.executor, model=str(files.path))
-        config = msgspec.structs.replace(config, executor=located)
-
+        config = msgspec.structs.replace(
+            config, executor=msgspec.structs.replace(config.executor, model=str(files.path))
+        )
         self._files = files
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = None
-        compiler = None
-        if not skip_tokenizer:
-            self.tokenizer = tokenizer = load_tokenizer(files)
-            self.template = load_template(tokenizer, chat_template)
-            compiler = Compiler(lambda: GrammarVocabulary(tokenizer, executor.info.vocab_size))
-        executor = self._open_executor(config.executor)
+        if self.tokenizer is not None:
+            self.template = load_template(self.tokenizer, chat_template)
+        executor, compiler = self._open_executor(config.executor), None
+        if self.tokenizer is not None:
+            vocabulary = partial(GrammarVocabulary, self.tokenizer, executor.info.vocab_size)
+            compiler = Compiler(vocabulary)
         self._core = EngineCore(config, executor, compiler)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
-        self._adapters = call.LoadedAdapters(config.executor.max_cpu_loras)
+        self._adapters = offline_call.LoadedAdapters(config.executor.max_cpu_loras)
 
     @property
     def info(self) -> ModelInfo:
@@ -95,28 +94,28 @@ class LLM:
 
     def generate(
         self,
-        prompts: call.Prompt | Sequence[call.Prompt],
+        prompts: offline_call.Prompt | Sequence[offline_call.Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        use_tqdm: call.Bar = True,
+        use_tqdm: offline_call.Bar = True,
         *,
-        lora_request: call.LoraRequests = None,
+        lora_request: offline_call.LoraRequests = None,
     ) -> list[results.RequestOutput]:
         """Complete the prompts; return the results in their order. `sampling_params` is one for all prompts, or one for each;
         the default are the model's recommended ones. `lora_request`: an adapter for all, or one or None for each."""
-        return self._generate(call.as_list(prompts), sampling_params, use_tqdm, True, lora_request)
+        return self._generate(offline_call.as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
         self,
-        messages: call.Messages | list[call.Messages],
+        messages: offline_call.Messages | list[offline_call.Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
-        use_tqdm: call.Bar = True,
+        use_tqdm: offline_call.Bar = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        lora_request: call.LoraRequests = None,
+        lora_request: offline_call.LoraRequests = None,
     ) -> list[results.RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
@@ -124,7 +123,7 @@ class LLM:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
         template = self.template if chat_template is None else load_template(self.tokenizer, chat_template)
         tokenizer = FamiliarTokenizer(self.tokenizer, template)
-        many: list[call.Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
+        many: list[offline_call.Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         texts = [
             tokenizer.prompt(
                 conversation,
@@ -136,14 +135,14 @@ class LLM:
             for conversation in many
         ]
         # The template has written the special tokens itself.
-        ids: list[call.Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        ids: list[offline_call.Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
 
     def embed(
         self,
-        prompts: call.Prompt | Sequence[call.Prompt],
+        prompts: offline_call.Prompt | Sequence[offline_call.Prompt],
         pooling: Pooling = "last",
-        use_tqdm: call.Bar = True,
+        use_tqdm: offline_call.Bar = True,
         *,
         normalize: bool = True,
     ) -> list[results.PooledRequestOutput[results.EmbeddingOutput]]:
@@ -153,8 +152,8 @@ class LLM:
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
         with self._turn:
-            batch = call.Batch(self._running())
-            for prompt in call.as_list(prompts):
+            batch = offline_call.Batch(self._running())
+            for prompt in offline_call.as_list(prompts):
                 self._begin(batch, prompt, params, is_continuation=True, pooling=pooling)
             return self._run(batch, use_tqdm, lambda answer, prompt: results.embedded(answer, prompt, normalize))
 
@@ -248,17 +247,17 @@ class LLM:
 
     def _generate(
         self,
-        prompts: list[call.Prompt],
+        prompts: list[offline_call.Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
-        use_tqdm: call.Bar,
+        use_tqdm: offline_call.Bar,
         is_continuation: bool,
-        lora_request: call.LoraRequests,
+        lora_request: offline_call.LoraRequests,
     ) -> list[results.RequestOutput]:
-        asked = call.for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
-        adapters = call.for_each("lora_request", lora_request, call.LoRARequest, len(prompts))
+        asked = offline_call.for_each("sampling_params", sampling_params, SamplingParams, len(prompts))
+        adapters = offline_call.for_each("lora_request", lora_request, offline_call.LoRARequest, len(prompts))
         text, eos_ids = (None, ()) if self.tokenizer is None else (self.tokenizer.token_text, self.tokenizer.eos_ids)
         with self._turn:
-            batch = call.Batch(self._running())
+            batch = offline_call.Batch(self._running())
             copies = {place: self._checked(each) for place, each in {id(each): each for each in asked}.items()}
             samplings = {place: params.sampling(eos_ids) for place, params in copies.items()}
             keys = self._adapters.keys(adapters, batch.core)
@@ -279,10 +278,14 @@ class LLM:
         return copy
 
     def _begin(
-        self, batch: call.Batch, prompt: call.Prompt, params: SamplingParams, **options: Unpack[AnswerOptions]
+        self,
+        batch: offline_call.Batch,
+        prompt: offline_call.Prompt,
+        params: SamplingParams,
+        **options: Unpack[AnswerOptions],
     ) -> None:
         """Add a request to the batch. `begin_answer` explains the options."""
-        given, cache_salt = call.split_salt(prompt)
+        given, cache_salt = offline_call.split_salt(prompt)
         text, wanted = None, params.structured_outputs
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -298,7 +301,10 @@ class LLM:
         batch.add(answer, text)
 
     def _run(
-        self, batch: call.Batch, use_tqdm: call.Bar, show: Callable[[Answer, str | None], results.Result]
+        self,
+        batch: offline_call.Batch,
+        use_tqdm: offline_call.Bar,
+        show: Callable[[Answer, str | None], results.Result],
     ) -> list[results.Result]:
         """Run the requests; return what `show` makes of each answer and its prompt's text when all are finished."""
         try:

@@ -50,8 +50,10 @@ def split_salt(prompt: Prompt) -> tuple[str | list[int], str | None]:
     value: Any = prompt
     salt: Any = None
     if isinstance(prompt, dict):
-        for name in (name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None):
-            raise InvalidRequest(f"prompt.{name}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
+        unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
+        if unknown:
+            known = ", ".join(PROMPT_FIELDS)
+            raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {known}")
         values = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
         if len(values) != 1:
             what = f"{len(values)} of prompt and prompt_token_ids given; exactly one is expected"
@@ -136,7 +138,6 @@ class Batch:
                         reached = self._open.deliver(output)
                         if reached is not None and progress is not None:
                             progress.note(reached, output)
-
                     check_interrupt()
         except BaseException:
             if not self.is_broken:  # Ctrl-C, or the caller's own bar failed: the engine is whole
@@ -195,7 +196,11 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         pending.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    with contextlib.ExitStack() as restoring:
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            restoring.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, note))
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
 from msgspec import Meta
@@ -17,8 +17,18 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Pooled, Sampling
 
 DEFAULT_WAIT_S = 2.0  # for blocks of a peer
-SUBMITTED = ("priority", "cache_salt", "pooling", "grammar", "adapter", "client")  # options with the names of `Submit`
 Pooling = Literal["last", "mean"]
+
+
+class SubmitFields(TypedDict, total=False):
+    """Optional fields of a request besides prompt and sampling, with the names of `Submit`."""
+
+    priority: int
+    cache_salt: str | None
+    pooling: Pooled | None
+    grammar: str | None
+    adapter: str | None
+    client: bytes
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,15 +43,9 @@ class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("wait_s is given without a peer")
 
 
-class AnswerOptions(TypedDict, total=False):
-    """The options of `begin_answer`, which explains them."""
+class AnswerOptions(SubmitFields, total=False):
+    """All options of `begin_answer`, which explains them."""
 
-    priority: int
-    cache_salt: str | None
-    pooling: Pooled | None
-    grammar: str | None
-    adapter: str | None
-    client: bytes
     is_continuation: bool
     shown_ids: frozenset[int]
     stop_condition: Callable[[], StopCondition] | None
@@ -94,7 +98,13 @@ def begin_answer(
     info: ModelInfo,
     tokenizer: Tokenizer | None,
     abort: Callable[[list[str]], None],
-    **options: Unpack[AnswerOptions],
+    *,
+    is_continuation: bool = False,
+    shown_ids: frozenset[int] = frozenset(),
+    stop_condition: Callable[[], StopCondition] | None = None,
+    kv_transfer: KvTransfer | None = None,
+    sampling: Sampling | None = None,
+    **fields: Unpack[SubmitFields],
 ) -> Answer:
     """Check the prompt of a request, whose `params` have been checked; return its answer, with the messages that start it
     in the core.
@@ -111,13 +121,11 @@ def begin_answer(
     """
     if not isinstance(prompt, bytes):
         prompt = token_bytes(prompt, info.vocab_size)
-    check_length(len(prompt) // 4, info, num_answered=int(options.get("pooling") is None and params.max_tokens != 0))
-    sampling = options.get("sampling") or params.sampling(() if tokenizer is None else tokenizer.eos_ids)
-    assert params.structured_outputs is None or options.get("grammar") is not None, "the output format has a grammar"
-    fields: dict[str, Any] = {name: value for name, value in options.items() if name in SUBMITTED}
-    is_continuation, shown_ids = options.get("is_continuation", False), options.get("shown_ids", frozenset[int]())
-    stop_condition = options.get("stop_condition")
-    peer, peer_wait_s = _source(options.get("kv_transfer"), info)
+    check_length(len(prompt) // 4, info, num_answered=int(fields.get("pooling") is None and params.max_tokens != 0))
+    if sampling is None:
+        sampling = params.sampling(() if tokenizer is None else tokenizer.eos_ids)
+    assert params.structured_outputs is None or fields.get("grammar") is not None, "the output format has a grammar"
+    peer, peer_wait_s = _source(kv_transfer, info)
     room = info.max_model_len - len(prompt) // 4
     messages, choices = [], []
     for index in range(params.n):  # later choices hit the first one's prompt in the prefix cache

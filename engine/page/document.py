@@ -25,8 +25,13 @@ def document() -> HTMLResponse:
     style = _read("page.css")
     script = "\n".join(map(_read, SCRIPTS))
     assert "</" not in style and "</script" not in script  # either would end its element
-    html = _read("shell.html").replace("<style></style>", f"<style>{style}</style>")
-    html = html.replace('<script type="module"></script>', f'<script type="module">{script}</script>')
+    html = _read("shell.html")
+    for place, content in (
+        ("<style></style>", f"<style>{style}</style>"),
+        ('<script type="module"></script>', f'<script type="module">{script}</script>'),
+    ):
+        assert html.count(place) == 1, f"shell.html has not one {place}"
+        html = html.replace(place, content)
     digests = {"script": _digest(script), "style": _digest(style)}
     headers = json.loads(_read("headers.json"))
     return HTMLResponse(html, headers={name: "; ".join(headers[name]).format(**digests) for name in headers})

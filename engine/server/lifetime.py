@@ -25,7 +25,7 @@ LAST_WORDS_S = 2.0  # time to send the ends of aborted or failed answers
 async def serve(service: Service, sockets: list[socket.socket], on_listening: Callable[[str], None]) -> int:
     """Serve a started engine until a signal or the engine's death; return the exit code. The caller closes the engine.
 
-    `sockets`: from `bind_sockets`, which binds the port before the model is loaded.
+    `service`: its configuration is resolved; it is closed at the end. `sockets`: from `bind_sockets`, which binds the port before the model is loaded.
     """
     app, config, engine = ServerApp(service), service.config, service.engine
     await service.adapters.load_all(config.lora_modules)

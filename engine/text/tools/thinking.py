@@ -18,7 +18,7 @@ SEED = Marks("<seed:think>", "</seed:think>")
 GEMMA = Marks("<|channel>thought", "<channel|>")
 HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # has a separate parser (harmony.py)
 IMPLIED = THINK._replace(is_implied=True)
-# Includes the names that other servers use for the same marks.
+# Includes the names that other servers use for the same marks. `detect` takes the first that fit: THINK before IMPLIED.
 NAMES = {
     **dict.fromkeys(("think", "qwen3", "deepseek_v3", "glm45", "glm47", "hunyuan_a13b", "olmo3"), THINK),
     **dict.fromkeys(("deepseek_r1", "minimax_m2"), IMPLIED),
