@@ -65,10 +65,17 @@ async def ask(
         check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
         begun = conversation.last_text if request.continue_final_message else ""
         plan, grammar = await service.tools.plan(request, begun, calls, prompt, wanted)
-        condition = plan.stop_condition if plan.is_certain else None
-        options: dict[str, Any] = {"grammar": grammar, "shown_ids": plan.shown_ids, "stop_condition": condition}
         # Not admitted again: a server that has begun to drain meanwhile still answers this call.
-        service.generate(call, request, [prompt], params, **options)
+        service.generate(
+            call,
+            request,
+            [prompt],
+            params,
+            grammar=grammar,
+            kv_transfer=request.kv_transfer_params,
+            shown_ids=plan.shown_ids,
+            stop_condition=plan.stop_condition if plan.is_certain else None,
+        )
     await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
     return plan
 
@@ -139,8 +146,7 @@ class ChatWriter(ChoicesWriter):
         return chunks
 
 
-# How a call names its tool's kind, and what it is called with: for functions, and for custom tools.
-FORMS = (("function", "arguments"), ("custom", "input"))
+CALL_FIELDS = {"function": "arguments", "custom": "input"}  # kind of a call → field of its text
 
 
 class _Deltas:
@@ -159,22 +165,22 @@ class _Deltas:
             elif isinstance(piece, Reasoning):
                 deltas.append({"reasoning_content": piece.text})
             elif isinstance(piece, Arguments):
-                deltas += self._grown(piece.text)
+                deltas += self._arguments_delta(piece.text)
             else:
-                deltas += self._grown("", is_last=True)
+                deltas += self._arguments_delta("", is_last=True)
                 self._num_calls += 1
                 is_custom = piece.name in self._custom_tools
                 self._input = InputDecoder() if is_custom else None
-                kind, field = FORMS[is_custom]
-                call = {"index": piece.call, "id": piece.id, "type": kind, kind: {"name": piece.name, field: ""}}
-                deltas.append({"tool_calls": [call]})
-        return deltas + (self._grown("", is_last=True) if is_last else [])
+                kind = "custom" if is_custom else "function"
+                tool = {"name": piece.name, CALL_FIELDS[kind]: ""}
+                deltas.append({"tool_calls": [{"index": piece.call, "id": piece.id, "type": kind, kind: tool}]})
+        return deltas + (self._arguments_delta("", is_last=True) if is_last else [])
 
-    def _grown(self, arguments: str, *, is_last: bool = False) -> list[Json]:
+    def _arguments_delta(self, arguments: str, *, is_last: bool = False) -> list[Json]:
         """Return the delta with which the newest call grows, if it does."""
         text = arguments if self._input is None else self._input.feed(arguments, is_last=is_last)
-        kind, field = FORMS[self._input is not None]
-        return [{"tool_calls": [{"index": self._num_calls - 1, kind: {field: text}}]}] if text else []
+        kind = "function" if self._input is None else "custom"
+        return [{"tool_calls": [{"index": self._num_calls - 1, kind: {CALL_FIELDS[kind]: text}}]}] if text else []
 
 
 def _message(deltas: list[Json]) -> Json:
@@ -185,7 +191,8 @@ def _message(deltas: list[Json]) -> Json:
         if "id" in part:
             calls.append({name: value for name, value in part.items() if name != "index"})
         else:
-            kind, field = FORMS["custom" in part]
+            kind = "custom" if "custom" in part else "function"
+            field = CALL_FIELDS[kind]
             calls[part["index"]][kind][field] += part[kind][field]
     given = content or (None if calls or reasoning else "")
     message: Json = {"role": "assistant", "content": given, "refusal": None}

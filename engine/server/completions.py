@@ -39,7 +39,15 @@ async def submit(service: Service, call: Call, body: bytes) -> tuple[CompletionR
         prompts = await to_ids("prompt", inputs, service, request, num_answered=int(params.max_tokens != 0))
         field = "prompt_logprobs" if request.prompt_logprobs == params.prompt_logprobs else "logprobs"
         check_prompt_logprobs(field, prompts, params.prompt_logprobs, params.n)
-        service.generate(call, request, prompts, params, grammar=grammar, is_continuation=True)
+        service.generate(
+            call,
+            request,
+            prompts,
+            params,
+            grammar=grammar,
+            is_continuation=True,
+            kv_transfer=request.kv_transfer_params,
+        )
     await service.compiled(call, None if wanted is None else wanted.field)
     return request, inputs
 

@@ -295,7 +295,6 @@ _ELSEWHERE = UnsupportedField("this endpoint has no such field")
 
 
 # Fields of our own endpoints. An endpoint that lacks one of them refuses it instead of ignoring it.
-Asked = TypeVar("Asked", bound=ModelRequest)
 OWN_FIELDS = frozenset(
     name
     for kind in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
@@ -303,7 +302,10 @@ OWN_FIELDS = frozenset(
 )
 
 
-def parse(body: bytes, kind: type[Asked], ignored: list[str]) -> Asked:
+ModelRequestT = TypeVar("ModelRequestT", bound=ModelRequest)
+
+
+def parse(body: bytes, kind: type[ModelRequestT], ignored: list[str]) -> ModelRequestT:
     """Decode the request in `body`; append the names of unknown fields, also of those in OPEN_FIELDS, to `ignored`.
 
     Raise HttpError or InvalidRequest, naming the field, if a field is invalid or its value is not supported.

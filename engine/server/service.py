@@ -23,7 +23,7 @@ from penstock.engine.server.adapters import Adapters
 from penstock.engine.server.agents.response_store import ResponseStore
 from penstock.engine.server.call import Call, NoSpans
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import Asked, GenerateRequest, PromptRequest, parse
+from penstock.engine.server.requests import ModelRequestT, PromptRequest, parse
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.template import ChatTemplate, text_digest
@@ -31,8 +31,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, WeightsError
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
-STATUSES: dict[type[Exception], int] = {QueueFull: 429, EngineDead: 503, WeightsError: 409}
-REFUSALS: tuple[type[Exception], ...] = (HttpError, InvalidRequest, *STATUSES)  # the errors that as_http_error converts
+REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead, WeightsError)  # the errors that as_http_error converts
 
 
 class Service:
@@ -95,7 +94,7 @@ class Service:
         served = ", ".join((*self.config.served_model_names, *self.adapters.served))
         raise HttpError(404, f"model: {clip(name)!r} is not served here; available are: {served}", param="model")
 
-    def accept(self, call: Call, body: bytes, kind: type[Asked]) -> Asked:
+    def accept(self, call: Call, body: bytes, kind: type[ModelRequestT]) -> ModelRequestT:
         """Decode the request in `body`; raise an error if it is invalid or its model is not served."""
         request = parse(body, kind, call.ignored)
         call.model = self.check_model(request.model)
@@ -135,7 +134,6 @@ class Service:
             return
         options |= {"priority": request.priority or 0, "cache_salt": request.cache_salt, "client": call.client}
         options |= {"adapter": self.adapter_of(call.model), "sampling": params.sampling(self.tokenizer.eos_ids)}
-        options["kv_transfer"] = request.kv_transfer_params if isinstance(request, GenerateRequest) else None
         for prompt in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -163,7 +161,11 @@ def as_http_error(error: Exception, call: Call) -> HttpError:
     if isinstance(error, InvalidRequest):
         field = call.client_path(error.field)
         return HttpError(400, f"{field}: {error.message}", param=field)
-    if isinstance(error, HttpError):
-        return error
-    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, QueueFull) else {}
-    return HttpError(STATUSES[type(error)], str(error), headers=headers)
+    if isinstance(error, QueueFull):
+        return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
+    if isinstance(error, EngineDead):
+        return HttpError(503, str(error))
+    if isinstance(error, WeightsError):
+        return HttpError(409, str(error))
+    assert isinstance(error, HttpError)
+    return error

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.body import FIELDS, decode
+from penstock.engine.http.body import decode
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.conversation import MAX_MESSAGES, Conversation, check_braces
@@ -19,8 +18,6 @@ from penstock.engine.server.tool_choice import MAX_TOOLS
 from penstock.engine.text.chat_messages import TextPart
 from penstock.executor.protocol import ModelInfo
 
-# By API: its name of a field of the chat API, for errors.
-PATHS: dict[str, dict[str, str]] = msgspec.json.decode(Path(__file__).with_name("paths.json").read_bytes())
 INPUT: Any = str | list[dict[str, Any]]
 
 
@@ -63,6 +60,12 @@ def add_items(
             conversation.think(place, "\n".join(part.text for part in item.content or item.summary))
 
 
+class _ToolType(msgspec.Struct):
+    """The type of a tool, which is decoded first."""
+
+    type: Any = None
+
+
 def own_tools(
     raw_tools: Sequence[Raw] | None, kind: Any, vendors: re.Pattern[str], ignored: list[str]
 ) -> dict[int, Any]:
@@ -72,7 +75,7 @@ def own_tools(
     if raw_tools is not None and len(raw_tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(raw_tools)} given; at most {MAX_TOOLS} are allowed")
     for index, raw in enumerate(raw_tools or ()):
-        tool_type = decode(object, decode(FIELDS, raw, f"tools[{index}]").get("type", Raw(b"null")))
+        tool_type = decode(_ToolType, raw, f"tools[{index}]").type
         if not isinstance(tool_type, str) or vendors.fullmatch(tool_type) is None:
             tools[index] = decode_lenient(kind, raw, f"tools[{index}]", ignored)
         elif (name := f"tools:{tool_type}") not in ignored:

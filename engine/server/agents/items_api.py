@@ -13,7 +13,7 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts, requests
 from penstock.engine.server.agents import items_schema as schema
 from penstock.engine.server.agents.item_writer import DEFAULTS, ItemWriter
-from penstock.engine.server.agents.items import PATHS, add_items, chat_tools, given_items, own_tools
+from penstock.engine.server.agents.items import add_items, chat_tools, given_items, own_tools
 from penstock.engine.server.agents.response_store import StoredResponse
 from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
@@ -25,6 +25,15 @@ from penstock.engine.server.logprobs import TextLogprobs
 from penstock.engine.server.service import Service
 
 MAX_CHAIN = 1000  # length of a chain of previous responses
+PATHS = {  # the chat API's field → the field in this API
+    "messages": "input",
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+}
 SAME = requests.CHAT_FIELDS & {*schema.ResponsesRequest.__struct_fields__}
 
 
@@ -82,7 +91,7 @@ async def _chat(
     service: Service, call: Call, request: schema.CountItemsRequest, size_bytes: int
 ) -> tuple[requests.ChatRequest, Conversation, dict[int, schema.AnyTool], list[schema.AnyItem]]:
     """Convert the request to a chat; return it with its tools and its items. `size_bytes`: size of the body."""
-    call.paths |= PATHS["responses"]
+    call.paths |= PATHS
     conversation = Conversation(size_bytes, call.paths)
     tools: dict[int, schema.AnyTool] = own_tools(request.tools, schema.AnyTool, schema.VENDOR_TOOLS, call.ignored)
     fields = _fields(request, tools, call)

@@ -9,7 +9,7 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts, requests
 from penstock.engine.server.agents import messages_schema as schema
 from penstock.engine.server.agents.block_writer import BlockWriter
-from penstock.engine.server.agents.items import PATHS, chat_tools, own_tools
+from penstock.engine.server.agents.items import chat_tools, own_tools
 from penstock.engine.server.answer_writer import respond
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ask
@@ -20,6 +20,13 @@ from penstock.engine.server.service import Service
 from penstock.engine.text.chat_messages import TextPart
 from penstock.engine.text.prompt import thinking_switch
 
+PATHS = {  # the chat API's field → the field in this API
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice.function": "tool_choice",
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Claude Code's first system block, which differs for each conversation, so that none would share a prefix with another.
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:.*\n?")
@@ -60,7 +67,7 @@ def _chat(
         conversation.say("system", "system", text, "")
     for index, message in enumerate(given):
         _add(conversation, f"messages[{index}]", message)
-    call.paths |= PATHS["messages"] | conversation.paths
+    call.paths |= PATHS | conversation.paths
     call.paths["continue_final_message"] = f"messages[{len(given) - 1}].content"
     fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
     # A last message of the assistant is the beginning of the answer, which the model continues.

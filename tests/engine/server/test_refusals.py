@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from penstock.engine.front.answer import Answer
+from penstock.engine.front.engine import EngineDead, QueueFull
 from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS, HttpError
@@ -19,6 +20,7 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server import prompts
 from penstock.engine.server.conversation import MAX_PAST_CALLS
 from penstock.engine.server.tool_choice import MAX_SCHEMA_BYTES, MAX_TOOLS
+from penstock.executor.protocol import WeightsError
 from tests.support.fake_engine import FakeEngine
 from tests.support.refusals import cases, table
 from tests.support.running_server import Running, running, until
@@ -125,9 +127,11 @@ def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, bod
         refused(post(server, path, body))
 
 
-@pytest.mark.parametrize(("body", "message"), table(__file__, "malformed bodies"))
-def test_a_malformed_body_is_refused_with_the_place_of_the_mistake(server: Running, body: bytes, message: str) -> None:
-    assert message in refused(post(server, "/v1/completions", body))
+@pytest.mark.parametrize(("path", "body", "message"), table(__file__, "malformed bodies"))
+def test_a_malformed_body_is_refused_with_the_place_of_the_mistake(
+    server: Running, path: str, body: bytes, message: str
+) -> None:
+    assert message in refused(post(server, path, body))
 
 
 def test_token_ids_behind_a_body_are_refused_where_they_would_be_ignored(server: Running) -> None:
@@ -259,6 +263,18 @@ def test_a_dead_engine_is_a_503() -> None:
         server.call(lambda: engine.die("the core was killed"))
         for answer in (server.complete(), server.chat(stream=True), server.post("/v1/embeddings", {"input": "a"})):
             assert refused(answer, 503) == "the core was killed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "code"),
+    [(QueueFull, ("full", 7), 429), (EngineDead, ("dead",), 503), (WeightsError, ("no weights",), 409)],
+)
+def test_a_more_specific_error_of_the_engine_has_the_status_of_its_kind(
+    server: Running, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], arguments: tuple[Any, ...], code: int
+) -> None:
+    error = type("MoreSpecific", (kind,), {})(*arguments)
+    monkeypatch.setattr(server.engine, "admit", Mock(side_effect=error))
+    assert refused(server.complete(), code) == arguments[0]
 
 
 def test_a_bug_is_a_500_that_tells_the_client_nothing(
