@@ -43,9 +43,6 @@ Biases = Annotated[
 ]
 
 
-FORMS = ("json", "json_object", "regex", "choice", "grammar")  # of structured outputs
-
-
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer, given in exactly one of these forms. The names are those of vLLM."""
 
@@ -59,7 +56,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def kind(self) -> str:
         """The name of the field that is set. `json_object=False` counts as not set."""
-        return self._set_forms()[0]
+        (name,) = self._set_forms()
+        return name
 
     @property
     def field(self) -> str:
@@ -75,7 +73,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if len(forms) != 1:
             raise InvalidRequest(
                 "structured_outputs",
-                f"{', '.join(forms) or 'nothing'} given; exactly one of {', '.join(FORMS)} is expected",
+                f"{', '.join(forms) or 'nothing'} given; exactly one of {', '.join(OUTPUT_FORMS)} is expected",
             )
         if self.coerce_one_of and forms != ["json"]:
             raise InvalidRequest("structured_outputs.coerce_one_of", f"{forms[0]} holds no oneOf")
@@ -91,8 +89,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise InvalidRequest(self.field, reason)
 
     def _set_forms(self) -> list[str]:
-        set_forms = [name for name in FORMS if getattr(self, name) is not None]
+        set_forms = [name for name in OUTPUT_FORMS if getattr(self, name) is not None]
         return [name for name in set_forms if name != "json_object" or self.json_object]
+
+
+OUTPUT_FORMS = tuple(name for name in StructuredOutputs.__struct_fields__ if name != "coerce_one_of")
 
 
 class _ExplainsKeywords(msgspec.StructMeta):
@@ -188,17 +189,23 @@ class SamplingParams(_Fields, kw_only=True):
     def sampling(self, eos_ids: Iterable[int]) -> Sampling:
         """Return the executor's sampling parameters for the first choice, after `check`."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
-        values = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name in self.__struct_fields__}
-        values |= {
-            "temperature": 0.0 if self.temperature < 1e-5 else self.temperature,
-            "top_k": max(self.top_k, 0),
-            "seed": self.seed_of(0),
-            "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
-            "allowed_ids": tuple(self.allowed_token_ids or ()),
-            "banned_ids": tuple(self.banned_token_ids or ()),
-            "stop_ids": tuple(sorted(stop_ids)),
-        }
-        return Sampling(**values)
+        return Sampling(
+            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed_of(0),
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
+            banned_ids=tuple(self.banned_token_ids or ()),
+            min_tokens=self.min_tokens,
+            stop_ids=tuple(sorted(stop_ids)),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 def plain_number(value: Any) -> Any:

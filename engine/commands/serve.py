@@ -24,12 +24,27 @@ from penstock.engine.text.template import load_template
 from penstock.engine.vllm_options import add_ignored_options
 from penstock.executor.logs import log_to_stderr
 from penstock.executor.process_life import stop_signals
-from penstock.executor.protocol import ExecutorError, ModelInfo
+from penstock.executor.protocol import ContextLimit, ExecutorError, ModelInfo
 
 USER_ERRORS = (ConfigError, EngineDead, ExecutorError, ModelError, PortError)
-_TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text())
-COMMON_FLAGS: list[str] = _TEXTS["common_flags"]
-EXAMPLES = "\n".join(_TEXTS["examples"])
+COMMON_FLAGS = (
+    "--host", "--port", "--api-key", "--served-model-name", "--chat-template", "--log-level",
+    "--dtype", "--device", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--speculative-config",
+    "--kv-cache-bytes", "--kv-cache-dtype", "--kv-host-bytes", "--kv-disk-path", "--kv-disk-bytes",
+    "--gpu-memory-utilization", "--tensor-parallel-size", "--enable-lora",
+)  # fmt: skip
+EXAMPLES = """\
+  penstock serve                                              the default model, on this machine alone
+  penstock serve Qwen/Qwen3-0.6B --max-model-len 8192         a model of the hub
+  penstock serve ./model.gguf --host 0.0.0.0 --api-key KEY    open to other machines
+  penstock serve MODEL --kv-host-bytes 16g --kv-disk-path DIR --kv-disk-bytes 200g
+"""
+# How the limit of a request's length is determined, for the lines that the start prints.
+CONTEXT_LIMITS: dict[ContextLimit, str] = {
+    "model": "the model's own length",
+    "max_model_len": "max_model_len",
+    "kv_cache": "as many as the cache holds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +174,7 @@ def _say_memory(info: ModelInfo) -> None:
     pages = sum(group.most_pages(typical, step, info.block_size) for group in info.groups)
     size = f"{pages * info.block_bytes / 2**20:,.1f} MiB"
     _say(f"  a request of {typical:,} tokens takes {size} of it; {(info.num_blocks - 1) // pages:,} fit")
-    limit = _TEXTS["context_limits"][info.context_limit]
+    limit = CONTEXT_LIMITS[info.context_limit]
     _say(f"  a request may have {info.max_model_len:,} tokens with its answer: {limit}")
 
 

@@ -10,12 +10,15 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
+
+# "deadline" limits the headers, then the body, then the lingering; "unread" limits how long a client does not read.
+TimerName = Literal["deadline", "unread"]
 
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
@@ -42,8 +45,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # received since the last body bytes: chunk sizes, their extensions and trailers
         self._is_refused = False
-        # "deadline": for the headers, then the body, then the lingering; "unread": for a client to read
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[TimerName, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,7 +132,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer("unread", self.limits.write_timeout_s, self.transport.abort)
+        self._start_unread_timer()
 
     def resume_writing(self) -> None:
         self._cancel_timer("unread")
@@ -139,7 +141,11 @@ class GuardedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._start_timer("unread", self.limits.write_timeout_s, self.transport.abort)
+            self._start_unread_timer()
+
+    def _start_unread_timer(self) -> None:
+        """Abort the connection unless the client reads within `write_timeout_s`."""
+        self._start_timer("unread", self.limits.write_timeout_s, self.transport.abort)
 
     def timeout_keep_alive_handler(self) -> None:
         self.transport.abort()  # close() would wait for the client to read the answer
@@ -206,10 +212,10 @@ class GuardedConnection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._start_timer("deadline", LINGER_S, self.transport.abort)
 
-    def _start_timer(self, timer: str, seconds: float, then: Callable[[], None]) -> None:
+    def _start_timer(self, timer: TimerName, seconds: float, then: Callable[[], None]) -> None:
         self._cancel_timer(timer)
         self._timers[timer] = self.loop.call_later(seconds, then)
 
-    def _cancel_timer(self, timer: str) -> None:
+    def _cancel_timer(self, timer: TimerName) -> None:
         if timer in self._timers:
             self._timers.pop(timer).cancel()

@@ -93,11 +93,16 @@ class ReadingPlan:
     thinking: Thinking | None
     is_certain: bool
     shows_reasoning: bool
-    shown_ids: frozenset[int]  # special tokens whose text the parsers need
+    special_ids: frozenset[int]  # the model's special tokens in calls and around reasoning
 
     @property
     def is_plain(self) -> bool:
         return self.calls is None and self.thinking is None
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """The special tokens whose text the parsers need."""
+        return frozenset() if self.is_plain else self.special_ids
 
     def begin(self) -> Reading:
         """Return a new parser for one choice."""
@@ -144,7 +149,6 @@ class Tools:
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
-        self._shown_ids = frozenset(self._special_ids.values())
 
     def calls(self, request: ChatRequest) -> Calls | None:
         """Return the calls that the answer may have, or None; raise InvalidRequest for invalid tools."""
@@ -170,19 +174,24 @@ class Tools:
         return Calls(self.form, functions, must, many)
 
     async def plan(
-        self, request: ChatRequest, begun: str, calls: Calls | None, prompt: bytes, outputs: StructuredOutputs | None
+        self,
+        request: ChatRequest,
+        begun: str,
+        calls: Calls | None,
+        prompt: bytes,
+        answer_format: StructuredOutputs | None,
     ) -> tuple[ReadingPlan, str | None]:
-        """Return the parsing plan, and the text of the grammar for `outputs`, the calls and the reasoning, if any.
+        """Return the parsing plan, and the text of the grammar for `answer_format`, the calls and the reasoning, if any.
         `begun`: the text that the answer continues. `prompt`: token ids, int32. Optional calls whose grammar is refused
         are only parsed."""
         thought = None if self.marks is None else self._thinking(self.marks, prompt, begun)
-        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or outputs is not None)
-        text = await self._grammar(calls, outputs, thought) if is_held else None
+        is_held = calls is not None and (calls.must or self._config.constrain_auto_tools or answer_format is not None)
+        text = await self._grammar(calls, answer_format, thought) if is_held else None
         if text is None:
             is_held = False
-            text = await self._grammar(None, outputs, thought)
-        shown_ids = frozenset[int]() if calls is None and thought is None else self._shown_ids
-        return ReadingPlan(calls, thought, is_held, request.include_reasoning is not False, shown_ids), text
+            text = await self._grammar(None, answer_format, thought)
+        shows_reasoning = request.include_reasoning is not False
+        return ReadingPlan(calls, thought, is_held, shows_reasoning, frozenset(self._special_ids.values())), text
 
     def _thinking(self, marks: thinking.Marks, prompt: bytes, begun: str) -> Thinking:
         num_tokens = END_TOKENS + len(begun.encode())
@@ -192,31 +201,31 @@ class Tools:
         return thinking.thinking_after(marks, end, begun if end.endswith(begun) else begun.rstrip())
 
     async def _grammar(
-        self, calls: Calls | None, outputs: StructuredOutputs | None, thought: Thinking | None
+        self, calls: Calls | None, answer_format: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
         """Return the text of one grammar for reasoning followed by calls or the requested format. Return None without a
         constraint, or if the grammar of optional calls is refused."""
         if calls is not None and calls.must:
-            outputs = None  # a required call follows the tool's schema; the format only applies to text
+            answer_format = None  # a required call follows the tool's schema; the format only applies to text
         thought = None if thought is None or thought.is_over else thought
-        if calls is None and (outputs is None or thought is None):
-            return None if outputs is None else grammar_source(outputs)
-        content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], outputs, thought])
+        if calls is None and (answer_format is None or thought is None):
+            return None if answer_format is None else grammar_source(answer_format)
+        content = msgspec.json.encode([calls and [calls.form.name, *calls[1:]], answer_format, thought])
         if (key := hashlib.sha256(content).digest()) not in self._grammars:
-            self._grammars.add(key, await self._build(calls, outputs, thought))
+            self._grammars.add(key, await self._build(calls, answer_format, thought))
         text: str | None = self._grammars[key]
         return text
 
     async def _build(
-        self, calls: Calls | None, outputs: StructuredOutputs | None, thought: Thinking | None
+        self, calls: Calls | None, answer_format: StructuredOutputs | None, thought: Thinking | None
     ) -> str | None:
         """Build the grammar. The client did not request one for optional calls, so they are not constrained by one that
         is refused: that is logged, and None is returned. Any other grammar is refused by the core."""
         build = messages_grammar if is_harmony(calls, thought) else partial(grammar, thinking=thought)
         if calls is None or calls.must or any(function.is_strict for function in calls.functions):
-            return build(self._special_ids, calls, outputs)
+            return build(self._special_ids, calls, answer_format)
         try:
-            text = build(self._special_ids, calls, outputs)
+            text = build(self._special_ids, calls, answer_format)
             refusal = await self._validator.refusal(text)
         except InvalidRequest as error:
             if error.field != "tools":

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -21,9 +21,22 @@ from penstock.engine.server.tool_choice import ChatFinish, ReadingPlan
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tools.reader import CallStart, Content, Piece, object_in
 
-# Kind of part ("custom": a custom tool's call) → type of its item, prefix of the item's id, type of its text and of the
-# text's events, field of the text.
-FORMS: dict[str, list[str]] = msgspec.json.decode(Path(__file__).with_name("item_forms.json").read_bytes())
+
+class ItemForm(NamedTuple):
+    """The names in the item of one kind of part."""
+
+    item_type: str
+    id_prefix: str
+    text_type: str  # also part of the names of the text's events
+    text_field: str
+
+
+ITEM_FORMS: dict[Kind | Literal["custom"], ItemForm] = {  # "custom": the call of a custom tool
+    "reasoning": ItemForm("reasoning", "rs", "reasoning_text", "text"),
+    "text": ItemForm("message", "msg", "output_text", "text"),
+    "call": ItemForm("function_call", "fc", "function_call_arguments", "arguments"),
+    "custom": ItemForm("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
+}
 
 # The fields of a response besides its names and its content; Open Responses requires all of them.
 DEFAULTS: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("response_defaults.json").read_bytes())
@@ -70,11 +83,11 @@ class ItemWriter(PartWriter):
     def _open(self, kind: Kind, call: CallStart | None) -> None:
         is_custom = call is not None and call.name in self._custom_tools
         self._input, self._part_logprobs = InputDecoder() if is_custom else None, []
-        item_type, prefix, self._text_type, self._field = FORMS["custom" if is_custom else kind]
-        item_id = f"{prefix}_{self._call.id}{len(self.reply['output']):04x}"
-        item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
+        self._form = form = ITEM_FORMS["custom" if is_custom else kind]
+        item_id = f"{form.id_prefix}_{self._call.id}{len(self.reply['output']):04x}"
+        item: dict[str, Any] = {"type": form.item_type, "id": item_id, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, self._field: ""}
+            item |= {"call_id": call.id, "name": call.name, form.text_field: ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         self.reply["output"].append(item)
@@ -86,7 +99,7 @@ class ItemWriter(PartWriter):
         text = text if self._input is None else self._input.feed(text, is_last=is_last)
         if text:
             fields = self._text_fields(self._kind, self._new_logprobs)
-            self._about(f"response.{self._text_type}.delta", delta=text, **fields)
+            self._about(f"response.{self._form.text_type}.delta", delta=text, **fields)
         if self._kind == "text":
             self._part_logprobs += self._new_logprobs
 
@@ -120,15 +133,15 @@ class ItemWriter(PartWriter):
         return self._service.responses.put(self.reply["id"], stored)
 
     def _close(self, kind: Kind, text: str, status: str) -> None:
-        item, done = self.reply["output"][-1], f"response.{self._text_type}.done"
+        item, done = self.reply["output"][-1], f"response.{self._form.text_type}.done"
         item["status"] = status
         if kind == "call":
             item["status"] = "incomplete" if object_in(text or "{}") is None else status
             if self._input is not None:
                 self._grow("", is_last=True)
                 text = "".join(self._input.parts)
-            item[self._field] = text
-            self._about(done, **{self._field: text}, name=item["name"])
+            item[self._form.text_field] = text
+            self._about(done, **{self._form.text_field: text}, name=item["name"])
         else:
             item["content"] = [self._part(text)]
             self._about(done, text=text, **self._text_fields(kind, self._part_logprobs))
@@ -142,7 +155,7 @@ class ItemWriter(PartWriter):
         return {"content_index": 0, "logprobs": logprobs} if kind == "text" else {"content_index": 0}
 
     def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._text_type, "text": text}
+        part: dict[str, Any] = {"type": self._form.text_type, "text": text}
         return part | {"annotations": [], "logprobs": self._part_logprobs} if self._kind == "text" else part
 
     def _about(self, kind: str, **fields: Any) -> None:
