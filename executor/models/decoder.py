@@ -365,11 +365,12 @@ class _Layer:
             hidden = residual if weight is None else weight(residual)
             return hidden, hidden if self._spec.norms_stream else residual
         blocks, eps, rows = self._ops.blocks, self._spec.norm_eps, len(update)
-        if part.takes_normed and 0 < rows <= self._ops.max_normed_rows and adapters is None:
+        if adapters is not None:  # they read normed, unquantized rows
+            return self._ops.add_rms_norm(update, residual, weight, eps)
+        if blocks is not None and part.takes_fp8 and rows > self._ops.max_plain_rows:
+            quantized, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
+            return Fp8Rows(quantized, residual.dtype), residual
+        if part.takes_normed and 0 < rows <= self._ops.max_normed_rows:
             normed = NormedRows(update, residual, torch.empty_like(residual), weight, eps)
             return normed, normed.total
-        is_plain = adapters is not None or rows <= self._ops.max_plain_rows  # adapters read unquantized rows
-        if blocks is None or not part.takes_fp8 or is_plain:
-            return self._ops.add_rms_norm(update, residual, weight, eps)
-        quantized, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
-        return Fp8Rows(quantized, residual.dtype), residual
+        return self._ops.add_rms_norm(update, residual, weight, eps)

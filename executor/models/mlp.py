@@ -47,8 +47,8 @@ class Mlp:
             activated = self._activate(gate_up)
             adapters.add(self.down.number, activated, out := self.down(activated))
             return out
-        is_fused = layer.plain is not None or isinstance(hidden, NormedRows)
-        if self.is_gated and layer.bias is None and is_fused:
+        takes_gate = layer.plain is not None or isinstance(hidden, NormedRows)
+        if self.is_gated and layer.bias is None and takes_gate:
             assert not isinstance(hidden, Fp8Rows)
             return self.down(self._ops.gated_linear(hidden, layer.weights[0], self._activation))
         gate_up = layer(hidden)

@@ -24,9 +24,9 @@ from penstock.executor.kernels.weight import Weight, plain_weight
 # Beyond this our kernel's tiles have 128 rows, and it no longer reads at the card's speed: on an H100 it takes longer for
 # 256 rows than cuBLAS for bfloat16 weights of twice the bytes, and for a layer of 256 rows nearly as long as cuBLAS for 512.
 MAX_OWN_TOKENS = 64
-# Up to so many rows are multiplied by FP8 weights in 16 bits, which saves a launch a layer and is more exact. Both ways read the
-# same bytes; no GPU has compared them.
-MAX_PLAIN_ROWS = 16
+# Up to so many rows would be multiplied by FP8 weights in 16 bits, which saves a launch a layer and is more exact, but lets
+# answers depend on the number of rows. Both ways read the same bytes; it is off because no GPU has compared them.
+MAX_PLAIN_ROWS = 0
 # From so many rows on, codes are dequantized once for cuBLAS. This is estimated from bytes: no GPU has compared it.
 MIN_DEQUANTIZED_ROWS = 512
 PIECE_BYTES = 32 << 20  # of dequantized rows, so that cuBLAS reads them from the L2 cache of 50 MiB

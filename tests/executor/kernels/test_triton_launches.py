@@ -23,7 +23,7 @@ from benchmarks.gpu.shapes import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.executor.kernels.cuda import few_rows, linear_products
+from penstock.executor.kernels.cuda import linear_products
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
@@ -35,10 +35,13 @@ from tests.support.refusals import cases as read_cases
 from tests.support.refusals import hardest_rows
 from tests.support.variants import variants
 
-LARGE = {"PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
+LARGE = {"few_rows.PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
+EVERY_SIZE, TAKES_CODES = {"few_rows.EVERY_SIZE": True}, {"few_rows.TAKES_CODES": True}
+PLAIN = {"ops.CudaOps.max_plain_rows": 16}  # FP8 weights take few rows of 16 bits
 CASES: list[tuple[str, dict[str, Any], int]] = [
-    *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | {"EVERY_SIZE": True}, 6))),
-    *(("qwen3-8b fp8", {"TAKES_CODES": is_taken}, most) for is_taken, most in ((False, 9), (True, 6))),
+    *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | EVERY_SIZE, 6))),
+    *(("qwen3-8b fp8", options, most) for options, most in (({}, 10), (PLAIN, 9), (TAKES_CODES, 10))),
+    ("qwen3-8b fp8", PLAIN | TAKES_CODES, 6),
     *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
 ]
 LONGEST = 512
@@ -97,7 +100,7 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, options: dict[str, Any], most: int
 ) -> None:
     for option, value in options.items():
-        monkeypatch.setattr(few_rows, option, value)
+        monkeypatch.setattr(f"penstock.executor.kernels.cuda.{option}", value)
     compute_with(monkeypatch, OPS)
     name, _, is_quantized = name.partition(" ")
     config = config_of(name, True) | (FP8 if is_quantized else {})

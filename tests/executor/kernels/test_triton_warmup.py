@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.cuda import adapter_products, step_inputs
-from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, CudaOps
 from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
@@ -41,8 +41,7 @@ from tests.support.variants import forget_variants, variants
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
-MOST = {"max_normed_rows": OPS.max_normed_rows, "max_plain_rows": OPS.max_plain_rows}
-TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts, **MOST)
+TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 SomeAdapters = tuple[str | None, ...]
 NESTED = {"blocks": BlockOps}
@@ -150,6 +149,7 @@ CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     **{name: (small_models.folder, name, {}) for name in ("qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite")},
     "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
     "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
+    "qwen3 in eight bits, few rows in 16": (in_eight_bits, "qwen3", {}),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
     **{f"{name} with drafts": (with_draft_layer, name, {"draft_tokens": 2}) for name in ("qwen3.5", "deepseek-v3")},
 }
@@ -166,6 +166,8 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
     if name in RECURRENT:  # their twins go from token to token, and nothing of theirs is chosen by a size
         lengths = [1, 2, 17, 65]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
+    if case.endswith("few rows in 16"):
+        monkeypatch.setattr(CudaOps, "max_plain_rows", 16)
     recorder, enforce_eager = Recorder(), case == "qwen3"
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
     options = limits | options | {"enforce_eager": enforce_eager}
