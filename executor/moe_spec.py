@@ -1,13 +1,11 @@
 """The parameters of a mixture-of-experts (MoE) block, which models are built from and kernels route by."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"  # of most MLPs: gate, up, down
 
 
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
+class MoeSpec(NamedTuple):
     num_experts: int
     top_k: int  # experts per token
     intermediate_size: int  # of one expert

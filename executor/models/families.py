@@ -167,7 +167,7 @@ def experts_of(fields: Fields, plan: ExpertPlan, **values: Any) -> MoeSpec:
     moe = MoeSpec(**values_of(fields, MoeSpec, plan.values) | values)
     if not plan.num_shared:
         return moe
-    return replace(moe, shared_size=moe.intermediate_size * fields.integer(plan.num_shared, low=0))
+    return moe._replace(shared_size=moe.intermediate_size * fields.integer(plan.num_shared, low=0))
 
 
 def with_experts(fields: Fields, plan: ExpertPlan, layers: Layers, moe: MoeSpec) -> Layers:

@@ -4,10 +4,9 @@ families.py reads a config by its family's entry. `penstock models` and the page
 catalogue.json, whose architectures name the entries here.
 """
 
-from dataclasses import fields as dataclass_fields
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -72,18 +71,18 @@ def values_of(fields: Fields, spec: type, values: Values, highest: dict[str, int
     """Return the values for fields of a spec: those of the config, or constants. A flag that the config omits is false, a
     number that may be None is None; other numbers are required. `highest` limits integers by their name in the spec."""
     found: dict[str, Any] = dict(values)
-    for field in dataclass_fields(spec):
-        if not isinstance(names := values.get(field.name), str):
+    for field, kind in get_type_hints(spec).items():
+        if not isinstance(names := values.get(field), str):
             continue
         name = present(fields, names)
-        if field.type is bool:
-            found[field.name] = fields.flag(name, False)
-        elif field.type in (int | None, float | None) and name not in fields:
-            found[field.name] = None
-        elif field.type in (int, int | None):
-            found[field.name] = fields.integer(name, high=(highest or {}).get(field.name))
-        elif field.type in (float, float | None):
-            found[field.name] = fields.number(name)
+        if kind is bool:
+            found[field] = fields.flag(name, False)
+        elif kind in (int | None, float | None) and name not in fields:
+            found[field] = None
+        elif kind in (int, int | None):
+            found[field] = fields.integer(name, high=(highest or {}).get(field))
+        elif kind in (float, float | None):
+            found[field] = fields.number(name)
     return found
 
 

@@ -95,7 +95,7 @@ def deepseek_experts(fields: Fields, family: ModelFamily, is_grouped: bool = Tru
         raise fields.error("topk_group", top_groups, f"a number from 1 to n_group ({num_groups})")
     if moe.top_k > (within := moe.num_experts // num_groups * top_groups):
         raise fields.error("num_experts_per_tok", moe.top_k, f"at most the experts of topk_group groups ({within})")
-    return replace(moe, num_groups=num_groups, top_groups=top_groups)
+    return moe._replace(num_groups=num_groups, top_groups=top_groups)
 
 
 def _deepseek(fields: Fields, family: ModelFamily, moe: MoeSpec) -> DecoderSpec:

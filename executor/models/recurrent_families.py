@@ -109,7 +109,7 @@ def nemotron_h(fields: Fields, family: ModelFamily) -> DecoderSpec:
     if any("E" in each for each in blocks):
         shared_size = own.integer("moe_shared_expert_intermediate_size")
         latent_size = own.integer_or_none("moe_latent_size") or 0
-        moe = replace(deepseek_v3_experts(own, family), shared_size=shared_size, latent_size=latent_size)
+        moe = deepseek_v3_experts(own, family)._replace(shared_size=shared_size, latent_size=latent_size)
     mixers = {"M": LayerSpec(Rope(0, 1.0), recurrent=mamba), "*": LayerSpec(Rope(0, 1.0))}
     parts: dict[str, dict[str, Any]] = {"": {"has_mlp": False}, "-": {}, "E": {"moe": moe}}
     layers = tuple(replace(mixers[each[0]], **parts[each[1:]]) for each in blocks)
