@@ -124,23 +124,27 @@ def dequantize_piece(codes_ptr, scales_ptr, zeros_ptr, out_ptr, first, SPEC: tl.
 
 
 @triton.constexpr_function
+def ones_of(dtype):
+    """Return the number whose last mantissa bit counts ones, with no other mantissa bit set."""
+    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)]
+
+
+@triton.constexpr_function
 def excess_of(dtype, per_byte, has_zeros):
-    """Return the number whose last mantissa bit counts ones, with no other mantissa bit set; without zeros, plus the middle
-    of the codes."""
-    middle = 0 if has_zeros else 8 if per_byte == 2 else 128
-    return {"bf16": 2.0**7, "fp16": 2.0**10, "fp32": 2.0**23}[str(dtype)] + middle
+    """Return by how much `numbers_of` exceeds the codes' values."""
+    return ones_of(dtype) + (0 if has_zeros else 8 if per_byte == 2 else 128)
 
 
 @triton.jit
 def _spread(codes, half: tl.constexpr, dtype: tl.constexpr):
-    """Return the number of `excess_of`, with zeros, plus the four bits in one half of each byte."""
+    """Return ones_of(dtype) + the four bits in one half of each byte."""
     assembly: tl.constexpr = spread_assembly(half, dtype)
     return tl.inline_asm_elementwise(assembly, "=r,=r,r", [codes], dtype=dtype.value, is_pure=True, pack=4)
 
 
 @triton.constexpr_function
 def spread_assembly(half, dtype):
-    """Put each code below the upper byte of that number."""
+    """Put each code below the upper byte of ones_of(dtype)."""
     return f"""{{
         .reg .b32 codes, ones;
         shr.u32 codes, $2, {4 * half};
