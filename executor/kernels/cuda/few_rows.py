@@ -35,7 +35,8 @@ EVERY_SIZE = False  # else only weights that are prefetched are multiplied here
 DEPTH = 1024  # numbers of each weight row per step
 UNROLL = 4  # steps whose loads are in flight together
 # If True, weights of codes are multiplied here, too. No GPU has compared that with tiles of 16 rows, before and behind
-# which the norm and the gate are launches of their own; the sizes below were only compiled.
+# which the norm and the gate are launches of their own; the sizes below were only compiled. FP8 weights are multiplied
+# here only if `MAX_PLAIN_ROWS` of linear_products.py allows inputs of 16 bits, too.
 TAKES_CODES = False
 CODE_COLUMNS = 4  # weight rows per program
 CODE_BYTES = tl.constexpr(512)  # of each weight row per step
@@ -46,13 +47,14 @@ CODE_UNROLL = 2
 def is_ours(x: Tensor | NormedRows, weight: Weight, bias: Tensor | None = None) -> bool:
     """Tell whether one of these kernels multiplies. They read only tensors that are contiguous and aligned."""
     rows = x.update if isinstance(x, NormedRows) else x
-    read = [rows, weight.codes] if bias is None else [rows, weight.codes, bias]
+    if not 0 < len(rows) <= MAX_ROWS:
+        return False
     if weight.is_numbers:
         is_taken = EVERY_SIZE or weight.codes.nbytes <= PREFETCH_BYTES
     else:
         is_taken = TAKES_CODES and codes_spec(weight) is not None
-    is_aligned = all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in read)
-    return 0 < len(rows) <= MAX_ROWS and is_taken and is_aligned
+    read = (rows, weight.codes) if bias is None else (rows, weight.codes, bias)
+    return is_taken and all(each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0 for each in read)
 
 
 def multiply(
@@ -72,7 +74,8 @@ def multiply(
     before, after = (update, residual, norm, codes), (update if bias is None else bias, total, out, rows, eps)
     constants: dict[str, Any] = {"ACTIVATION": activation, "NORMED": isinstance(x, NormedRows)}
     constants |= {"HAS_BIAS": bias is not None, "ROWS": power_of_2(rows)}
-    if (spec := codes_spec(weight)) is not None:
+    spec = None if weight.is_numbers else codes_spec(weight)
+    if spec is not None:
         _few_codes[(triton.cdiv(width, CODE_COLUMNS),)](
             *(*before, scales, codes if zeros is None else zeros, *after),
             SPEC=spec._replace(width=width),
@@ -232,6 +235,8 @@ def _few_codes(
     # a thread has whole parts of it, of x and of codes.
     PER_BYTE: tl.constexpr = SPEC.per_byte
     RUN: tl.constexpr = SPEC.half if SPEC.half < SPEC.group else SPEC.group
+    IS_FINE: tl.constexpr = RUN >= AT_ONCE and RUN <= CODE_BYTES and RUN & (RUN - 1) == 0
+    tl.static_assert(IS_FINE, "a run must be a power of two from 8 to 512 bytes")
     RUNS: tl.constexpr = CODE_BYTES // RUN
     ROW_BYTES: tl.constexpr = SPEC.depth // PER_BYTE
     NUM_RUNS: tl.constexpr = ROW_BYTES // RUN
@@ -252,9 +257,9 @@ def _few_codes(
             if ACTIVATION is not None:
                 up_codes = tl.load(ptrs + SPEC.width * ROW_BYTES, mask=inside[:, None, :, None, None], other=0.0)
             for half in tl.static_range(PER_BYTE):
-                first = (
-                    run * RUN // SPEC.half * SPEC.step + half * SPEC.half + run * RUN % SPEC.half
-                )  # input of each run
+                # The first input of each run.
+                at = run * RUN
+                first = at // SPEC.half * SPEC.step + half * SPEC.half + at % SPEC.half
                 k = first[None, None, :, None, None] + byte
                 is_k = (run < NUM_RUNS)[None, None, :, None, None]
                 mask = is_k & (row < rows)
