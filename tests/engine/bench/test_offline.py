@@ -222,14 +222,15 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
 
 def test_a_trace_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    lines = [(1000, 1200, 30, [0, 1, 2]), (3000, 1024, 4, [0, 1]), (3500, 512, 8, [7])]
+    lines = [(1000, 1200, 30, [0, 1, 2]), (3000, 1024, 4, [0, 1]), (3500, 600, 8, [0, 7])]
     keys = ("timestamp", "input_length", "output_length", "hash_ids")
     path.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
     options = ("--dataset-name", "timed_trace", "--dataset-path", str(path))
     first, second, third = samples(*options, "--trace-speed", "2", count=3)
     assert [sample.arrival_s for sample in (first, second, third)] == [0.0, 1.0, 1.25]
     assert [(len(s.prompt), s.prompt_len, s.output_len) for s in (first, second)] == [(1200, 1200, 30), (1024, 1024, 4)]
-    assert first.prompt[:1024] == second.prompt and third.prompt[:50] != second.prompt[:50]
+    assert first.prompt[:1024] == second.prompt
+    assert first.prompt[:512] == third.prompt[:512] and first.prompt[512] != third.prompt[512]  # a piece has 512 tokens
     small = samples(*options, "--trace-length-scale", "0.1", count=2)
     assert [(s.prompt_len, s.output_len) for s in small] == [(120, 3), (102, 1)]
     assert small[0].prompt[:102] == small[1].prompt
