@@ -149,12 +149,8 @@ def _few_rows(
             k = start + step * DEPTH + tl.arange(0, DEPTH)
             is_deep = k < K
             mask = is_row & is_deep[None, :]
-            x = tl.load(update_ptr + row * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = _load_rows(update_ptr, residual_ptr, total_ptr, row * K + k[None, :], mask, NORMED)
             if NORMED:
-                x += tl.load(residual_ptr + row * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
-                total = x.to(total_ptr.dtype.element_ty)
-                tl.store(total_ptr + row * K + k[None, :], total, mask=mask & (tl.program_id(0) == 0))
-                x = total.to(tl.float32)
                 squares += x * x
                 # Not rounded: the row's scale comes after the product, and without it x may exceed float16.
                 x *= tl.load(norm_ptr + k, mask=is_deep, other=0.0).to(tl.float32)[None, :]
@@ -166,6 +162,18 @@ def _few_rows(
                 second += x[:, None, :] * numbers[None, :, :]
     sums = tl.sum(first, 2), tl.sum(second, 2), tl.sum(squares, 1)
     _finish(sums, (bias_ptr, out_ptr, row, rows, column), eps, K, WIDTH, ACTIVATION, NORMED, HAS_BIAS)
+
+
+@triton.jit
+def _load_rows(update_ptr, residual_ptr, total_ptr, at, mask, NORMED: tl.constexpr):
+    """Return x, or the residual with the update added, which the first program also stores."""
+    x = tl.load(update_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, total, mask=mask & (tl.program_id(0) == 0))
+        x = total.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -257,18 +265,14 @@ def _few_codes(
             if ACTIVATION is not None:
                 up_codes = tl.load(ptrs + SPEC.width * ROW_BYTES, mask=inside[:, None, :, None, None], other=0.0)
             for half in tl.static_range(PER_BYTE):
-                # The first input of each run.
-                at = run * RUN
-                first = at // SPEC.half * SPEC.step + half * SPEC.half + at % SPEC.half
+                start_byte = run * RUN
+                # The input of each run's first code.
+                first = start_byte // SPEC.half * SPEC.step + half * SPEC.half + start_byte % SPEC.half
                 k = first[None, None, :, None, None] + byte
                 is_k = (run < NUM_RUNS)[None, None, :, None, None]
                 mask = is_k & (row < rows)
-                x = tl.load(update_ptr + row * SPEC.depth + k, mask=mask, other=0.0).to(tl.float32)
+                x = _load_rows(update_ptr, residual_ptr, total_ptr, row * SPEC.depth + k, mask, NORMED)
                 if NORMED:
-                    x += tl.load(residual_ptr + row * SPEC.depth + k, mask=mask, other=0.0).to(tl.float32)
-                    total = x.to(dtype)
-                    tl.store(total_ptr + row * SPEC.depth + k, total, mask=mask & (tl.program_id(0) == 0))
-                    x = total.to(tl.float32)
                     squares += tl.sum(x * x, 4)
                     # Not rounded: the row's scale comes after the product, and without it x may exceed float16.
                     x *= tl.load(norm_ptr + k, mask=is_k, other=0.0).to(tl.float32)
