@@ -76,15 +76,15 @@ def _expect_honest_finish(run: CaseRun, answer: AskResult, when: str, finishes: 
 
 async def vllm_46042(run: CaseRun) -> None:
     chat = run.chat(MARKED_TOKENS)
-    bodies = [chat]
-    if "tools" in run.abilities.supported:
+    bodies, has_tools = [chat], "tools" in run.abilities.supported
+    if has_tools:
         forced = {**chat, **FORCED["get_weather"]}
         free = {name: value for name, value in forced.items() if name != "tool_choice"}
         bodies += [forced, {**free, "max_tokens": MARKED_TOKENS}, {**forced, "max_tokens": CUTS[1]}]
     answers = [answer for body in bodies for answer in await ask_both_ways(run, body, CHAT_PATH)]
     # A server that does not separate reasoning, or calls, leaves their marks where they are.
     has_reasoning = any(answer.first.reasoning for answer in answers)
-    marks = (_MARKS["reasoning"] if has_reasoning else []) + (_MARKS["calls"] if bodies[1:] else [])
+    marks = (_MARKS["reasoning"] if has_reasoning else []) + (_MARKS["calls"] if has_tools else [])
     for answer in answers:
         left = [mark for mark in marks if mark in answer.first.text]
         run.expect(not left, "marks", f"{left} in the content: {answer.first.text[:80]!r}")

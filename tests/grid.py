@@ -108,7 +108,7 @@ def main() -> None:
         for name, command in servers.items():
             with serving(command, names, folder / "log") as url:
                 print(f"== {name} {version_of(url)}", flush=True)
-                results[name] = prove(url, [*options, "--json", str(folder / "json")])
+                results[name] = prove(url, options, folder / "json")
                 rows.append(row(name, version_of(url), results[name]))
     table = f"{datetime.date.today()}, `{shlex.join(['penstock', 'prove', 'URL', *options])}`:\n\n{HEAD}{''.join(rows)}"
     print(table)
@@ -118,12 +118,13 @@ def main() -> None:
         args.write.write_text(with_table(args.write.read_text(), table))
 
 
-def prove(url: str, options: Sequence[str]) -> dict[str, Any]:
-    """Prove the server; return the result. Findings are no failure of this program."""
-    process = subprocess.run([sys.executable, "-P", "-m", "penstock.cli", "prove", url, *options], check=False)
+def prove(url: str, options: Sequence[str], path: Path) -> dict[str, Any]:
+    """Prove the server; return the result, which is written to `path`. Findings are no failure of this program."""
+    words = ["prove", url, *options, "--json", str(path)]
+    process = subprocess.run([sys.executable, "-P", "-m", "penstock.cli", *words], check=False)
     if process.returncode not in (0, 1, 3):
         raise SystemExit(process.returncode)
-    return json.loads(Path(options[-1]).read_text())  # type: ignore[no-any-return]
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
