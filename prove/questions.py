@@ -104,15 +104,15 @@ class Ask(NamedTuple):
 
 
 def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Question]:
-    """Draw prompts that share prefixes. Each is cut at a block boundary or one token beside it, and continues with
-    tokens of its own or not at all. A few have one token, and a few have the maximum length."""
+    """Draw prompts that share prefixes, first one for every kind. Each is cut at a block boundary or one token beside it,
+    and continues with tokens of its own or not at all. A few have one token, and a few have the maximum length."""
     material, block, longest = abilities.material, abilities.block, abilities.longest
     kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.supported}
     names, weights = list(kinds), [kind.weight for kind in kinds.values()]
     roots = [_piece(rng, material, longest) for _ in range(3)]
-    drawn = []
+    drawn, once = [], rng.sample(names, len(names))
     for _ in range(num):
-        kind = rng.choices(names, weights)[0]
+        kind = once.pop() if once else rng.choices(names, weights)[0]
         cut = block * rng.randint(0, longest // block) + rng.choice((-1, 0, 0, 1))
         prompt = rng.choice(roots)[: max(1, min(cut, longest))]
         if rng.random() < 0.7:
@@ -129,18 +129,19 @@ def questions(rng: random.Random, abilities: Abilities, num: int) -> list[Questi
 def schedule(
     rng: random.Random, questions: Sequence[Question], supported: set[str], num: int, rate: float
 ) -> list[Ask]:
-    """Draw `num` requests, at `rate` per second on average, in bursts."""
+    """Draw `num` requests, first in every manner and of every question, at `rate` per second on average, in bursts."""
     manners = {name: manner for name, manner in MANNERS.items() if not manner.needs or manner.needs in supported}
     names, weights = list(manners), [manner.weight for manner in manners.values()]
-    asks: list[Ask] = []
+    asks = list[Ask]()
+    once, order = rng.sample(names, len(names)), rng.sample(range(len(questions)), len(questions))
     now_s = 0.0
     while len(asks) < num:
         now_s += rng.expovariate(rate / 4) if rng.random() < 0.25 else 0.0  # bursts of four on average
         if RESET in supported and rng.random() < 0.01:
             asks.append(Ask(now_s, -1, RESET, {}))
             continue
-        name = rng.choices(names, weights)[0]
-        manner, question = manners[name], rng.randrange(len(questions))
+        name = once.pop() if once else rng.choices(names, weights)[0]
+        manner, question = manners[name], order.pop() if order else rng.randrange(len(questions))
         fields = _drawn(rng, manner.fields)
         is_stream = rng.random() < 0.5 if manner.streams is None else manner.streams
         if is_stream and questions[question].kind != "prompt_logprobs":  # which cannot be streamed

@@ -91,6 +91,13 @@ def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("load_alone")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_small_load_asks_everything_in_every_manner(seed: int) -> None:
+    result = proven(ReferenceServer(), requests=25, seed=seed)
+    assert result["left_out"] == {}
+
+
+@pytest.mark.usefixtures("load_alone")
 @pytest.mark.parametrize("defect", FAST)
 def test_a_defect_is_found_with_its_kind(defect: str) -> None:
     result = asyncio.run(reference_server.find_defect(session.prove, ProveOptions(), defect))
