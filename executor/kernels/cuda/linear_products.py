@@ -14,12 +14,12 @@ from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda import dequantize, few_rows
 from penstock.executor.kernels.cuda.launch import ALIGNMENT, kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.product import Scaled, codes_spec, multiply
-from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate
+from penstock.executor.kernels.cuda.rows import add_rms_norm_to, gate, quantize_whole_rows
 from penstock.executor.kernels.cuda.tiles import FIXED_PROGRAMS, Tile, coded_tile, depth_splits, fixed_tile
 from penstock.executor.kernels.eight_bits import pad_rows
 from penstock.executor.kernels.gpu_formats import Packed
 from penstock.executor.kernels.stored_formats import BLOCK, BLOCKS
-from penstock.executor.kernels.weight import Weight, plain_weight
+from penstock.executor.kernels.weight import EIGHT_BITS, Weight, plain_weight
 
 # Beyond this our kernel's tiles have 128 rows, and it no longer reads at the card's speed: on an H100 it takes longer for
 # 256 rows than cuBLAS for bfloat16 weights of twice the bytes, and for a layer of 256 rows nearly as long as cuBLAS for 512.
@@ -29,6 +29,9 @@ MAX_OWN_TOKENS = 64
 MAX_PLAIN_ROWS = 0
 # From so many rows on, codes are dequantized once for cuBLAS. This is estimated from bytes: no GPU has compared it.
 MIN_DEQUANTIZED_ROWS = 512
+# So many rows and weights of eight bits with one scale per output would be multiplied by cuBLAS in FP8, the rows quantized
+# with one scale each. It is off because no GPU has compared it, and less exact than to dequantize the weight.
+MULTIPLIES_BY_ROW_SCALES = False
 PIECE_BYTES = 32 << 20  # of dequantized rows, so that cuBLAS reads them from the L2 cache of 50 MiB
 PIECE_COLUMNS = 64
 JOIN_BLOCK = tl.constexpr(1024)
@@ -53,7 +56,8 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None, is_fixed: bool =
     if weight.is_numbers and not is_fixed:
         return F.linear(x, weight.codes, bias)
     if isinstance(weight.format, Packed) and len(x) >= MIN_DEQUANTIZED_ROWS and not is_fixed:
-        return _multiply_dequantized(x, weight, bias)
+        multiply_many = _multiply_by_row_scales if _has_row_scales(weight) else _multiply_dequantized
+        return multiply_many(x, weight, bias)
     return _multiply((x, None), weight, x.dtype, bias, is_fixed)
 
 
@@ -73,6 +77,21 @@ def gated_linear(x: Tensor | NormedRows, weight: Weight, activation: Activation,
     if not is_fixed and few_rows.is_ours(x, weight):
         return few_rows.multiply(x, weight, None, activation)
     return gate(linear(x, weight, None, is_fixed), activation)
+
+
+def _has_row_scales(weight: Weight) -> bool:
+    """Tell whether cuBLAS takes the weight's codes as they are, with one scale for each output."""
+    assert weight.scales is not None
+    is_scaled = weight.codes.dtype is EIGHT_BITS and weight.scales.shape[0] == 1 and weight.zeros is None
+    fits = not any(size % 16 for size in weight.shape) and current_card().has_scaled_mm
+    return MULTIPLIES_BY_ROW_SCALES and is_scaled and fits
+
+
+def _multiply_by_row_scales(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    (values, scales), by = quantize_whole_rows(x), F.ScalingType.RowWise
+    assert weight.scales is not None
+    out = F.scaled_mm(values, weight.codes.t(), scales, by, weight.scales.float(), by, output_dtype=x.dtype)
+    return out if bias is None else out.add_(bias)
 
 
 def _multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

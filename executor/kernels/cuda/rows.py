@@ -91,6 +91,19 @@ def quantize(x: Tensor, is_gated: bool = False) -> Quantized:
 silu_mul_quantize = partial(quantize, is_gated=True)
 
 
+def quantize_whole_rows(x: Tensor) -> Quantized:
+    """Quantize each row of x with one scale; return the rows and their scales [T, 1]."""
+    rows, width = x.shape
+    assert x.stride(1) == 1
+    values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = power_of_2(width)
+    _quantize_whole_rows[(rows,)](
+        *(x, values, scales), STRIDE=x.stride(0), WIDTH=width, BLOCK=block, num_warps=row_warps(block)
+    )
+    return values, scales
+
+
 def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
     values, scales = make_quantized(len(x), x.shape[1], x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -167,9 +180,27 @@ def _quantize_rows(
     tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=is_group)
 
 
+@kernel
+def _quantize_whole_rows(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    wait_and_allow_next()
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row[:, None] * STRIDE + column[None, :], mask=column[None, :] < WIDTH, other=0.0)
+    values, scales = quantize_groups(x.to(tl.float32))
+    tl.store(values_ptr + row[:, None] * WIDTH + column[None, :], values, mask=column[None, :] < WIDTH)
+    tl.store(scales_ptr + row, scales)
+
+
 @triton.jit
 def quantize_groups(x):
-    """Quantize x [R, 128] from float32 to FP8 with a scale per row. NaN stays NaN, so that checks for NaN find it."""
+    """Quantize x [R, N] from float32 to FP8 with a scale per row. NaN stays NaN, so that checks for NaN find it."""
     scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST) / LIMIT
     clamped = tl.clamp(x / scales[:, None], -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return clamped.to(tl.float8e4nv), scales

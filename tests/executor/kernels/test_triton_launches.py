@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,6 +117,15 @@ def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest
     with launches() as names:
         case.call(triton_kernels(kit.device))
     assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
+
+
+def test_many_rows_with_one_scale_each_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_products, "MULTIPLIES_BY_ROW_SCALES", True)
+    kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
+    (case,) = cases.product(kit, "", 512, (512, 512), partial(cases.packed, bits=0, group=None))
+    with launches() as names:
+        case.call(triton_kernels(kit.device))
+    assert names[-3:] == ["_quantize_whole_rows", "_to_copy", "_scaled_mm_v2"] and "dequantize_piece" not in names
 
 
 def test_an_adapter_adds_to_all_parts_of_a_product_with_two_launches() -> None:

@@ -212,6 +212,28 @@ def test_many_tokens_take_cublas(monkeypatch: pytest.MonkeyPatch, device: torch.
     close(actual, torch_ops.linear(Fp8Rows(x, torch.float32), weight), torch.bfloat16)
 
 
+@pytest.mark.parametrize("width", [96, 200])
+def test_many_rows_by_channels_of_eight_bits_have_one_scale_each(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, width: int
+) -> None:
+    """The codes of 200 outputs do not fit cuBLAS and are dequantized, like those of any width by default."""
+    kit = Kit(device, torch.bfloat16)
+    weight, x = packed(kit, width, 384, bits=0, group=None), kit.random(515, 400)[:, :384]
+    bias = kit.random(width)
+    assert weight.scales is not None
+    wide = weight.codes.double() * weight.scales.t().double()
+    exact = x.double() @ wide.t() + bias.double()
+    close(linear_products.linear(x, weight, bias), exact, torch.bfloat16)
+    monkeypatch.setattr(linear_products, "MULTIPLIES_BY_ROW_SCALES", True)
+    actual = linear_products.linear(x, weight, bias)
+    largest = x.double().abs().amax(1, keepdim=True) / 448
+    rows = (x.double() / largest).float().to(torch.float8_e4m3fn).double() * largest
+    by_rows = rows @ wide.t() + bias.double()
+    close(actual, by_rows if width == 96 else exact, torch.bfloat16)
+    assert 0.005 < (by_rows - exact).norm() / exact.norm() < 0.05
+    close(linear_products.linear(x, weight, bias, is_fixed=True), exact, torch.bfloat16)
+
+
 def strict_scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
