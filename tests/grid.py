@@ -4,7 +4,7 @@
 
 A command has {port} in it, {model} for the default model's file and {folder} for its weights in float32 as a folder;
 `docs/decisions/server-as-reference.md` has those of Penstock, vLLM and llama.cpp. Each server is its own reference, so
-the commands may differ. The servers run one after the other. With --write, the table replaces the one in that page,
+the commands may differ. The servers run one after the other, and each is restarted once. With --write, the table replaces the one in that page,
 unless Penstock is the only server with nothing refused and nothing left out: such a table compares what we thought of.
 """
 
@@ -12,7 +12,9 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.prove.own.server import free_port, stop
+from penstock.prove.own.server import STOP_GRACE_S, free_port, group_of, stop
 from tests.support.default_file import default_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,14 +41,14 @@ def fetch(url: str) -> Any:
 
 
 @contextlib.contextmanager
-def serving(command: str, names: dict[str, str], log: Path) -> Iterator[str]:
-    """Start a server, wait until it lists its model, and yield its URL."""
+def serving(command: str, names: dict[str, str], folder: Path) -> Iterator[str]:
+    """Start a server, wait until it lists its model, and yield its URL. `folder` gets its output, the process id, and a
+    script that starts it again."""
     port = free_port()
     url, words = f"http://127.0.0.1:{port}", [word.format(port=port, **names) for word in shlex.split(command)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    start, leader, log = folder / "start", folder / "leader", folder / "log"
+    start.write_text(f"echo $$ > {leader}\nexec {shlex.join(words)} > {log} 2>&1 < /dev/null\n")
+    process = subprocess.Popen(["sh", start], start_new_session=True)
     try:
         until_s = time.monotonic() + START_S
         while not fetch(f"{url}/v1/models"):
@@ -56,6 +58,23 @@ def serving(command: str, names: dict[str, str], log: Path) -> Iterator[str]:
         yield url
     finally:
         stop(process)
+        end_group(int(leader.read_text()))
+
+
+def end_group(leader: int) -> None:
+    """End the processes of a server that `prove` has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+        until_s = time.monotonic() + STOP_GRACE_S
+        while group_of(leader) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def restart_options(folder: Path) -> list[str]:
+    """Return the options of `prove` that restart the server. It has ended when it is gone or a zombie."""
+    wait = "while grep -qs '^State:.[RSDT]' /proc/$leader/status; do sleep 0.1; done"
+    return ["--stop", f"leader=$(cat {folder}/leader); kill $leader; {wait}", "--start", f"exec sh {folder}/start"]
 
 
 def version_of(url: str) -> str:
@@ -106,9 +125,9 @@ def main() -> None:
             export = [sys.executable, f"{ROOT}/benchmarks/export.py", "--output", names["folder"], "--dtype", "float32"]
             subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
         for name, command in servers.items():
-            with serving(command, names, folder / "log") as url:
+            with serving(command, names, folder) as url:
                 print(f"== {name} {version_of(url)}", flush=True)
-                results[name] = prove(url, options, folder / "json")
+                results[name] = prove(url, [*options, *restart_options(folder)], folder / "json")
                 rows.append(row(name, version_of(url), results[name]))
     table = f"{datetime.date.today()}, `{shlex.join(['penstock', 'prove', 'URL', *options])}`:\n\n{HEAD}{''.join(rows)}"
     print(table)

@@ -31,14 +31,14 @@ def test_servers_are_asked_in_turn_and_the_table_is_written(tmp_path: Path) -> N
         return ["--server", f"{name}={shlex.join([sys.executable, '-c', SERVER, *words])}"]
 
     servers = [*server("Right", "", "{port}"), *server("Wrong", "one-seed", "{port}", "tools")]
-    cases = ["--case", "seed-repeats", "--case", "tool-arguments"]
+    cases = ["--case", "seed-repeats", "--case", "tool-arguments", "--case", "lmcache-4492"]
     words = [*servers, "--write", str(page), "--", *cases]
     subprocess.run([sys.executable, "-m", "tests.grid", *words], check=True, cwd=grid.ROOT, timeout=120)
     text = page.read_text()
     assert text.startswith("before\n<!-- grid -->\n2") and text.endswith("<!-- end of grid -->\nafter\n")
-    assert "| Right unknown | 2 of 2 | none | nothing | nothing |" in text
-    assert "| Wrong unknown | 1 of 2 | 1 seed | tool-arguments | nothing |" in text and "an old table" not in text
-    assert "`penstock prove URL --case seed-repeats --case tool-arguments`" in text
+    assert "| Right unknown | 3 of 3 | none | nothing | nothing |" in text
+    assert "| Wrong unknown | 2 of 3 | 1 seed | tool-arguments | nothing |" in text and "an old table" not in text
+    assert f"`penstock prove URL {' '.join(cases)}`" in text
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path: Pat
     command = shlex.join([sys.executable, "-c", "import sys; sys.exit('no model ' + sys.argv[1])", "{model}"])
     with (
         pytest.raises(SystemExit, match="did not start") as error,
-        grid.serving(command, {"model": "a"}, tmp_path / "log"),
+        grid.serving(command, {"model": "a"}, tmp_path),
     ):
         pass
     assert "no model a" in str(error.value)
