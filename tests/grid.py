@@ -1,6 +1,6 @@
 """Runs `penstock prove` against several servers in turn, and prints a table of how much each could be asked.
 
-    make grid ARGS="--server NAME=COMMAND ... [--write docs/trust.md] [-- options of penstock prove]"
+    make grid ARGS="--server NAME=COMMAND ... [--self-test] [--write docs/trust.md] [-- options of penstock prove]"
 
 A command has {port} in it, {model} for the default model's file and {folder} for its weights in float32 as a folder;
 `docs/decisions/server-as-reference.md` has those of Penstock, vLLM and llama.cpp. Each server is its own reference, so
@@ -113,10 +113,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--write", type=Path, metavar="PAGE")
+    parser.add_argument("--self-test", action="store_true", help="first find the planted defects (some minutes)")
     args = parser.parse_args(own)
     servers = dict(text.split("=", 1) for text in args.server if "=" in text)
     if not servers or len(servers) < len(args.server):
         raise SystemExit("server: NAME=COMMAND is expected, each with another name")
+    rate = f"; self-test: {kill_rate()}" if args.self_test else ""
     results, rows = dict[str, dict[str, Any]](), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -129,12 +131,20 @@ def main() -> None:
                 print(f"== {name} {version_of(url)}", flush=True)
                 results[name] = prove(url, [*options, *restart_options(folder)], folder / "json")
                 rows.append(row(name, version_of(url), results[name]))
-    table = f"{datetime.date.today()}, `{shlex.join(['penstock', 'prove', 'URL', *options])}`:\n\n{HEAD}{''.join(rows)}"
+    command = shlex.join(["penstock", "prove", "URL", *options])
+    table = f"{datetime.date.today()}, `{command}`, each server restarted once{rate}:\n\n{HEAD}{''.join(rows)}"
     print(table)
     if args.write and not is_fair(results):
         raise SystemExit("write: Penstock alone could be asked everything; the table is not written")
     if args.write:
         args.write.write_text(with_table(args.write.read_text(), table))
+
+
+def kill_rate() -> str:
+    """Run the self-test and return its last line: how many of the planted defects it found."""
+    program = "import penstock.prove as p, tests.support.reference_server as r; r.self_test(p.prove, p.ProveOptions())"
+    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return output.stdout.splitlines()[-1]
 
 
 def prove(url: str, options: Sequence[str], path: Path) -> dict[str, Any]:
