@@ -118,7 +118,7 @@ def main() -> None:
     servers = dict(text.split("=", 1) for text in args.server if "=" in text)
     if not servers or len(servers) < len(args.server):
         raise SystemExit("server: NAME=COMMAND is expected, each with another name")
-    rate = f"; self-test: {kill_rate()}" if args.self_test else ""
+    rate = f"; the self-test's {kill_rate()}" if args.self_test else ""
     results, rows = dict[str, dict[str, Any]](), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
