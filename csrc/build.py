@@ -2,8 +2,9 @@
 
 A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
 cffi parses, so the two cannot diverge; to Python, the types of addresses.h are integers. A new pair needs no
-registration. Nothing is compiled for the instructions of the build machine: kernels are chosen at run time.
-`python csrc/build.py` builds in place, setup.py into the wheel: on all cores, without debug information.
+registration. Kernels are compiled for every level of instructions and chosen at run time. `python csrc/build.py` builds
+in place, setup.py into the wheel: on all cores, without debug information. A build in place leaves AVX-512 out on a
+machine that lacks it, which is more than half of the compiler's work; there, `make serve` waits for it.
 """
 
 import os
@@ -45,7 +46,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(source_root: str) -> FFI:
+def lacks_avx512() -> bool:
+    """Tell whether no kernel for AVX-512 can run on this machine."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and "avx512_vnni" not in cpus.read_text()
+
+
+def describe(source_root: str, macros: Sequence[tuple[str, str]] = ()) -> FFI:
     """Describe the extension. setuptools requires sources relative to setup.py, an in-place build absolute ones."""
     cdefs = sorted(FOLDER.glob("*.cdef.h"))
     ffi = FFI()
@@ -59,7 +66,7 @@ def describe(source_root: str) -> FFI:
         sources=[os.path.join(source_root, source.name) for source in sorted(FOLDER.glob("*.c"))],
         depends=[os.path.join(source_root, header.name) for header in sorted(FOLDER.glob("*.h"))],
         include_dirs=[source_root],
-        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        define_macros=[("Py_LIMITED_API", "0x030B0000"), *macros],
         py_limited_api=True,
         extra_compile_args=list(FLAGS),
         libraries=["m"],
@@ -70,8 +77,9 @@ def describe(source_root: str) -> FFI:
 def build_in_place() -> Path:
     """Compile into src/penstock. The file is replaced by a rename: running processes keep the file they have mapped."""
     package = FOLDER.parent / "src" / "penstock"
+    macros = [("PENSTOCK_WITHOUT_AVX512", "1")] if lacks_avx512() else []
     with tempfile.TemporaryDirectory() as scratch:
-        extension = describe(str(FOLDER)).distutils_extension(scratch, verbose=False)
+        extension = describe(str(FOLDER), macros).distutils_extension(scratch, verbose=False)
         command = BuildOnAllCores(Distribution({"ext_modules": [extension]}))
         command.build_lib = command.build_temp = scratch
         command.ensure_finalized()

@@ -5,7 +5,6 @@
 #define HAS_VNNI 0
 #define HAS_BF16 0
 #define LEVEL cpu_level_avx2
-#define LEVEL_NAME "avx2"
 #define QUANTIZED quantized_avx2
 #include "cpu_kernels.h"
 #endif

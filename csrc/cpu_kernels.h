@@ -1,5 +1,5 @@
 /* All code that is compiled once per instruction level, and the table of its functions. The source file of a level sets
- * LANES, HAS_VNNI, HAS_BF16, LEVEL, LEVEL_NAME and QUANTIZED and includes this file. A pragma selects the instructions
+ * LANES, HAS_VNNI, HAS_BF16, LEVEL and QUANTIZED and includes this file. A pragma selects the instructions
  * in TARGET, whatever the compiler's flags are; cpu_ops.c asks the CPU for them at run time. */
 #if defined(TARGET)
 #include <immintrin.h>
@@ -33,7 +33,6 @@ SELECT(TARGET)
 #include "cpu_recurrent.h"
 
 const struct cpu_level LEVEL = {
-    .name = LEVEL_NAME,
     .norm = {norm_float32, norm_bfloat16},
     .gate = {{silu_float32, silu_bfloat16},
              {gelu_float32, gelu_bfloat16},

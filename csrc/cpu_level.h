@@ -113,7 +113,6 @@ struct quantized_kernels {
 };
 
 struct cpu_level {
-    const char *name;
     /* Functions for parallel_for, indexed by element type: each processes rows of penstock_ and its name. */
     range_function *norm[2], *gate[4][2], *rope[2];
     void (*attend[2])(const struct penstock_attention *, const struct attention_job *, int kv_head, float *partials,

@@ -8,21 +8,26 @@ static const struct cpu_level *const levels[] = {
     &cpu_level_portable,
 #if defined(__x86_64__)
     &cpu_level_avx2,
+#if !defined(PENSTOCK_WITHOUT_AVX512)
     &cpu_level_avx512,
     &cpu_level_avx512_bf16,
 #endif
+#endif
 };
+static const char *const level_names[] = {"portable", "avx2", "avx512", "avx512_bf16"};
 
 int penstock_cpu_instructions(void) {
     int instructions = 0;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         instructions |= PENSTOCK_AVX2;
+#if !defined(PENSTOCK_WITHOUT_AVX512)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         instructions |= PENSTOCK_AVX512;
     if (__builtin_cpu_supports("avx512vnni")) instructions |= PENSTOCK_VNNI;
     if (__builtin_cpu_supports("avx512bf16")) instructions |= PENSTOCK_BF16;
+#endif
 #endif
     return instructions;
 }
@@ -34,7 +39,7 @@ int penstock_cpu_best_level(int instructions) {
     return instructions & PENSTOCK_AVX2 ? 1 : 0;
 }
 
-const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
+const char *penstock_cpu_level_name(int level) { return level_names[level]; }
 
 /* A fork and join costs 1 microsecond if the threads spin and 7 if they sleep. The limits for a fork are 20 to 30
  * microseconds of work on one core, those for sharing with a spinning team 1 to 3. */

@@ -4,5 +4,4 @@
 #define HAS_VNNI 0
 #define HAS_BF16 0
 #define LEVEL cpu_level_portable
-#define LEVEL_NAME "portable"
 #include "cpu_kernels.h"
