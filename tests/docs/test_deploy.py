@@ -5,7 +5,10 @@ No container engine or cluster is needed.
 
 import copy
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +164,8 @@ def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> Non
     lines = instructions(DOCKERFILE)
     last_stage = dict(lines[max(at for at, (word, _) in enumerate(lines) if word == "FROM") :])
     assert last_stage["USER"] == "10001"
-    command = json.loads(last_stage["ENTRYPOINT"]) + json.loads(last_stage["CMD"])
-    check_penstock(command)
+    assert json.loads(last_stage["ENTRYPOINT"]) == ["/opt/penstock/bin/start.sh"]
+    check_penstock(["penstock", *json.loads(last_stage["CMD"])])
     assert last_stage["HEALTHCHECK"].split("CMD ")[1] == '["python", "-m", "penstock.health"]'
     assert last_stage["EXPOSE"] == "8000"
     kept = dict(re.findall(r"(HF_HOME|TRITON_CACHE_DIR)=(\S+)", last_stage["ENV"]))
@@ -176,14 +179,35 @@ def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> Non
         assert "pip install" not in rest or ("--no-cache-dir" in rest and "-c constraints.txt" in rest)
 
 
+def test_a_container_adds_the_kernels_of_its_image_to_those_it_has(tmp_path: Path) -> None:
+    image, kept = tmp_path / "opt/triton", tmp_path / "models/triton"
+    for path, text in (
+        (image / "OLD/a.json", "image"),
+        (image / "NEW/b.json", "image"),
+        (kept / "OLD/a.json", "volume"),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    start, penstock = (tmp_path / "opt/bin" / name for name in ("start.sh", "penstock"))
+    start.parent.mkdir()
+    shutil.copy(DEPLOY / start.name, start)
+    penstock.write_text("#!/bin/sh\nprintf '%s|' $$ \"$@\"\n")
+    penstock.chmod(0o755)
+    environment = {"PATH": f"{start.parent}:{os.environ['PATH']}", "TRITON_CACHE_DIR": str(kept)}
+    with subprocess.Popen([start, "serve", "a b"], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate()[0] == f"{process.pid}|serve|a b|"
+    assert [(kept / name).read_text() for name in ("OLD/a.json", "NEW/b.json")] == ["volume", "image"]
+
+
 def test_the_context_of_images_has_every_file_of_the_package_and_no_other() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
     rooms = {link.readlink().name for link in (ROOT / "src" / "penstock").iterdir() if link.is_symlink()}
     metadata = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"}
-    assert allowed == metadata | rooms | {"src", "csrc"}
-    assert allowed <= {path.name for path in ROOT.iterdir()}
+    compiling = {"deploy/compile_kernels.py", "benchmarks/gpu/shapes.py", "deploy/start.sh"}
+    assert allowed == metadata | rooms | {"src", "csrc"} | compiling
+    assert all((ROOT / name).exists() for name in allowed)
 
 
 @pytest.mark.parametrize(("command", "address"), cases(__file__, "commands of images", PORTS=PORTS))

@@ -30,12 +30,14 @@ from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with
+from tests.support.idle_gpu import PINNED
 from tests.support.kernel_cases import triton_kernels
 from tests.support.pretended_ops import EMPTY, leaves
 from tests.support.refusals import cases as read_cases
 from tests.support.refusals import hardest_rows
 from tests.support.variants import variants
 
+ROOT = Path(__file__).parents[3]
 LARGE = {"few_rows.PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
 EVERY_SIZE, TAKES_CODES = {"few_rows.EVERY_SIZE": True}, {"few_rows.TAKES_CODES": True}
 PLAIN = {"ops.CudaOps.max_plain_rows": 16}  # FP8 weights take few rows of 16 bits
@@ -189,7 +191,7 @@ def test_a_launch_of_another_variant_is_refused(x: torch.Tensor, arguments: tupl
 @pytest.mark.slow
 def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(request: pytest.FixtureRequest) -> None:
     """Eight launches of three variants reach an idle driver. The search is most of a launch's time on the host."""
-    script = Path(__file__).parents[2] / "support/idle_gpu.py"
+    script = ROOT / "tests/support/idle_gpu.py"
     environment = os.environ | {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -198,3 +200,18 @@ def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(request
     for launch in launches:
         assert launch["received"] == launch["sent"]
     assert counts == {"searched": 3, "loaded": 3}
+
+
+@pytest.mark.slow
+def test_a_start_finds_the_kernels_that_were_compiled_without_a_gpu(tmp_path: Path) -> None:
+    """Through the ordinary launch; a planted difference shows that another one would be compiled."""
+    triton = str(PINNED) if PINNED.is_dir() else ""
+    search = os.pathsep.join(filter(None, (triton, os.environ["PYTHONPATH"])))
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": search}
+    for program in ("deploy/compile_kernels.py", "tests/support/idle_gpu.py"):
+        command = [sys.executable, str(ROOT / program), "qwen3-0.6b"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["loaded"] == result["variants"] > 20
+    assert result["added"] == [0, 1, 1]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deploy.compile_kernels import note_variants
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
@@ -178,6 +179,19 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
     drafts = SpeculativeConfig(method="mtp") if "draft_tokens" in options else None
     run_traffic(executor, np.random.default_rng(0), ROWS, drafts=drafts)
     assert variants()[num_variants:] == [] and len(recorder.graphs) == num_graphs
+
+
+@pytest.mark.parametrize("case", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3.5 with drafts"])
+def test_the_kernels_that_are_compiled_without_a_gpu_are_those_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    folder, name, options = CASES[case]
+    limits: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    path, every = folder(name), limits | options
+    noted = note_variants(ExecutorConfig(model=str(path), kv_cache_bytes=2**24, block_size=4, **every))
+    open_on_kernels(monkeypatch, path, Recorder(), **every)
+    launched = {(variant.kernel, *variant[2:], *variant.options.items()) for variant in variants()}
+    assert {(variant.kernel.name, *variant[1:3], *variant.options) for variant in noted} == launched
 
 
 @pytest.mark.parametrize("case", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3-moe"])
