@@ -166,8 +166,8 @@ class Copy:
         return sorted(chosen, key=lambda test: self._seconds[test])
 
     def _tests_in(self, contexts: Iterable[list[str]]) -> set[str]:
-        """Return the tests of coverage's contexts. A process that a fixture has started may work for all tests of the
-        file."""
+        """Return the tests of coverage's contexts. What a fixture has done, or a process that it has started, may serve
+        all tests of the file."""
         tests = set[str]()
         for name in {name for each in contexts for names in each for name in names.split("|")}:
             test, _, phase = name.partition(" (")
@@ -216,9 +216,19 @@ _passed_s: dict[str, float] = {}
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note lines under the name of the test, as a plug-in of the measured run."""
+    """Note lines under the name of the test, as a plug-in of the measured run: first of its setup, which may be the
+    file's."""
+    _note_under(f"{nodeid} (setup)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _note_under(item.nodeid)
+
+
+def _note_under(context: str) -> None:
     if (current := coverage.Coverage.current()) is not None:
-        current.switch_context(nodeid)
+        current.switch_context(context)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -16,9 +16,27 @@ def most(first, second):
     if first > second:
         return first
     return second
+
+
+def same(value):
+    return value * 1
 """
 TESTS = """
-from product import at_least, most
+import pytest
+from product import at_least, most, same
+
+
+@pytest.fixture(scope="module")
+def three():
+    return same(3)
+
+
+def test_that_only_prepares(three):
+    pass
+
+
+def test_same(three):
+    assert three == 3
 
 
 def test_at_least():
@@ -43,7 +61,7 @@ def test_unnoticed_changes_are_listed(tmp_path: Path) -> None:
     known = {("src/product.py", "if first > second:", "if first >= second:")}
     assert [*report(copy, drawn, known)] == [
         "src/product.py:3: return value >= limit -> return value > limit  (1 tests run this line)",
-        "0 of 1 noticed (0.0%); 1 make no difference",
+        "1 of 2 noticed (50.0%); 1 make no difference",
     ]
     assert [*report(copy, drawn[:0], known)] == ["0 of 0 noticed (0.0%); 0 make no difference"]
     wrong = drawn[0]._replace(text="value < limit")
@@ -54,7 +72,7 @@ def test_unnoticed_changes_are_listed(tmp_path: Path) -> None:
 def test_a_seed_draws_the_same_lines_once_each(tmp_path: Path) -> None:
     (tmp_path / "product.py").write_text(PRODUCT)
     first, again = (draw(tmp_path, ["product.py"], seed=5, count=200) for _ in range(2))
-    assert first == again and sorted(mutation.last for mutation in first) == [3, 7]
+    assert first == again and sorted(mutation.last for mutation in first) == [3, 7, 13]
 
 
 @pytest.mark.parametrize(("line", "changed"), cases(__file__, "changes of lines"))
