@@ -51,6 +51,7 @@ def test_it_prints_its_memory_and_address_answers_and_leaves_nothing(server: Com
     url = server.url()
     server.wait_for(r"curl -N http.*\n")
     assert "KV cache" in server.output and "secret" not in server.output
+    assert "requests that give no sampling parameters are sampled with temperature 1, top_p 1\n" in server.output
     # The byte tokenizer has no chat template: what is printed must be answered nevertheless.
     assert "/v1/completions" in server.output and "/v1/chat/completions" not in server.output
     printed = server.wait_for(r"(?s)Try:\n  (curl .*?)\n")[1]

@@ -234,7 +234,7 @@ def test_blocks_of_images_and_all_behind_them_are_left_out() -> None:
 
 
 def test_another_block_size_is_an_error_before_a_block_is_stored() -> None:
-    with pytest.raises(OtherBlockSize) as error:
+    with pytest.raises(OtherBlockSize, match="its blocks have 32 tokens") as error:
         World(16).take(stored(TOKENS, size=32))
     assert error.value.block_size == 32
     assert World(16).take(stored(TOKENS), stored(TOKENS, size=32)).keys["device"] == keys(TOKENS)
