@@ -292,12 +292,14 @@ class ModelRunner:
     def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: LaunchedStep) -> None:
         """Compute what one row asks for beside a sample: prompt log-probabilities or an embedding. hidden [n, hidden]:
         the row's states that the step needs."""
-        admission = self._admissions[int(layout.slots[row])]
+        admission = self._admissions[slot := int(layout.slots[row])]
         index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
         num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
         if num is not None:
             followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # states followed by a token of the prompt
-            self._find_prompt_logprobs(index, admission.slot, start, followed, num, launched)
+            self._find_prompt_logprobs(index, slot, start, followed, num, launched)
+        if end >= num_prompt:  # from here on it only decodes, which graphs do
+            self._asks_more[slot] = self._asks_all[slot] = False
         try:
             embedding = None
             if admission.pooling == "mean":

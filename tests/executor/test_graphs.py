@@ -175,19 +175,23 @@ def test_graphs_of_adapters_equal_merged_models(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than the largest has, prompt log-probabilities, and too many rows of several tokens."""
-    recorder = Recorder()
-    executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8, 128))
+    """More tokens than the largest has, prompt log-probabilities, and too many rows of several tokens. The answer after
+    prompt log-probabilities comes from graphs."""
+    executor, recorder = open_small(monkeypatch, recorder=Recorder(), chunks=(4, 8, 128)), Recorder()
     several = [Layout([Row(slot, 0, 2, True) for slot in range(count)]) for count in (8, 32, 33)]
     captured = executor._rank.runner._graphs
     assert captured and [captured.size_for(layout) is not None for layout in several] == [True, True, False]
     executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8))
     driver = Driver(executor)
     driver.advance(driver.admit(PROMPTS[2]))
-    driver.advance(driver.admit(PROMPTS[1], Sampling(temperature=0.0, prompt_logprobs=1)))
+    asking = driver.admit(PROMPTS[1], Sampling(temperature=0.0, prompt_logprobs=1))
+    driver.advance(asking, chunk=2)
+    driver.advance(asking)
     monkeypatch.setattr(graphs, "MAX_SEVERAL", 1)
     driver.advance(driver.admit(PROMPTS[1]), driver.admit(PROMPTS[1]))
-    assert not any(recorder.replays[:2])
+    assert not any(recorder.replays)
+    driver.advance(asking)
+    assert recorder.replays == [0] * 8 + [1, 1]  # forward pass and draw of one row
 
 
 def test_requests_with_any_options_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
