@@ -4,27 +4,34 @@ On the CPU a made-up graph calls what it was made of. Its results are garbage un
 """
 
 import contextlib
+import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from penstock.engine.config import SchedulerConfig
 from penstock.executor.outbox import HostCopy, Outbox
-from penstock.executor.protocol import ExecutorError, Row, Sampling
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step, StepResult
 from penstock.executor.ranks import rank_settings, runner_factory
-from penstock.executor.ranks.rank_settings import RankSettings
+from penstock.executor.ranks.rank_settings import STEP_TOKENS_ON_GPU, RankSettings
 from penstock.executor.step import graphs
-from penstock.executor.step.graphs import choose_buckets
+from penstock.executor.step.graphs import CHUNK_BUCKETS, StepGraphs, choose_buckets
 from penstock.executor.step.inputs import DeviceInputs, PaddedSize
 from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.adapters import EVERYWHERE, Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
+from tests.support.oracle import OracleExecutor
 from tests.support.refusals import cases, hardest
+from tests.support.simulation import Simulation, submit
 from tests.support.small_models import greedy
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins import torch_inputs, torch_ops
@@ -192,6 +199,47 @@ def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatc
     assert not any(recorder.replays)
     driver.advance(asking)
     assert recorder.replays == [0] * 8 + [1, 1]  # forward pass and draw of one row
+
+
+class Idle(OracleExecutor):
+    """Computes nothing, and keeps the layouts of its steps."""
+
+    layouts: list[Layout]
+
+    def submit(self, step: Step) -> None:
+        self._queue.append(step)
+
+    def collect(self) -> StepResult:
+        step = self._queue.popleft()
+        self.layouts.append(Layout(step.rows))
+        return StepResult(step.step_id, [7 if row.sample else -1 for row in step.rows])
+
+
+# Rate: requests a second, of which about 64 run at a time; 0: all 256 at once.
+@pytest.mark.parametrize(
+    ("prompt", "answer", "rate", "most"),
+    [(1500, 150, 0, 48), (512, 128, 0, 17), (1500, 150, 16, 53), (512, 128, 36, 3)],
+)
+def test_only_steps_beyond_the_largest_graph_replay_none(prompt: int, answer: int, rate: int, most: int) -> None:
+    """docs/decisions/steps-without-graphs.md has the counts, and the times of a step, which are estimates."""
+    config, rng = SchedulerConfig(max_num_batched_tokens=STEP_TOKENS_ON_GPU), random.Random(0)
+    executor = Idle(ExecutorConfig(device="cuda", kv_cache_bytes=2**22))
+    executor.layouts, simulation = [], Simulation(executor, config)
+    times_s = accumulate(rng.expovariate(rate) if rate else 0.0 for _ in range(256))
+    arrivals = deque((at_s, submit(f"{number}", [number] * prompt, answer)) for number, at_s in enumerate(times_s))
+    while arrivals or simulation.scheduler.has_work():
+        while arrivals and (arrivals[0][0] <= simulation.now_s or not simulation.scheduler.has_work()):
+            at_s, message = arrivals.popleft()
+            simulation.now_s = max(simulation.now_s, at_s)
+            simulation.submit(message)
+        simulation.step(check=False)
+        layout = executor.layouts[-1]
+        simulation.now_s += max(6.4e-3, 28e-6 * layout.num_tokens) + 51e-9 * int(layout.context_lens.sum())
+    inputs = DeviceInputs(config.max_num_seqs, 2048, 16, STEP_TOKENS_ON_GPU, torch_inputs, torch.device("cpu"))
+    buckets = choose_buckets(config.max_num_seqs), CHUNK_BUCKETS
+    captured = StepGraphs(inputs, Mock(), [], sampling_twin, *buckets, Mock(), Mock(), None)
+    without = [layout.num_tokens for layout in executor.layouts if captured.size_for(layout) is None]
+    assert min(without) > CHUNK_BUCKETS[-1] and len(without) <= most
 
 
 def test_requests_with_any_options_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
