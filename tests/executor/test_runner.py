@@ -78,7 +78,7 @@ def test_a_partly_skipped_row_writes_the_rest(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}]
+    "options", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 2.0, "allowed_ids": (5, 9, 11, 77)}]
 )
 def test_tokens_that_a_row_brings_count_as_if_they_were_sampled(driver: Driver, options: dict[str, Any]) -> None:
     sampling, forced = Sampling(temperature=0.0, **options), (5, 9, 5, 77)
