@@ -142,7 +142,7 @@ def test_each_finding_says_whether_a_second_server_shares_it(
     assert f"seeded outputs changed when repeated (the second server {has})" in printed
     assert f"(the second server {has})" in (tmp_path / "junit").read_text()
     assert result["against"]["cases"]["usage-counts"] == "no findings" and "second server: no findings" in printed
-    assert {*result["against"]["answers_alone"]} == alike
+    assert {*result["against"]["answers_alone"]} - {"tie"} == alike
     assert sum(result["against"]["findings"].values()) == (has == "has it too")
 
 
