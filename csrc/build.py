@@ -3,8 +3,8 @@
 A unit is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, which the C file includes and
 cffi parses, so the two cannot diverge; to Python, the types of addresses.h are integers. A new pair needs no
 registration. Kernels are compiled for every level of instructions and chosen at run time. `python csrc/build.py` builds
-in place, setup.py into the wheel: on all cores, without debug information. A build in place leaves AVX-512 out on a
-machine that lacks it, which is more than half of the compiler's work; there, `make serve` waits for it.
+in place, setup.py into the wheel: on all cores, without debug information. A build in place leaves out AVX-512 if this
+machine lacks it: `make serve` waits for the compiler, and AVX-512 is more than half of its work.
 """
 
 import os

@@ -4,8 +4,9 @@
 
 A command has {port} in it, {model} for the default model's file and {folder} for its weights in float32 as a folder;
 `docs/decisions/server-as-reference.md` has those of Penstock, vLLM and llama.cpp. Each server is its own reference, so
-the commands may differ. The servers run one after the other, and each is restarted once. With --write, the table replaces the one in that page,
-unless Penstock is the only server with nothing refused and nothing left out: such a table compares what we thought of.
+the commands may differ. The servers run one after the other, and each is restarted once. With --write, the table
+replaces the one in that page, unless Penstock is the only server with nothing refused and nothing left out: such a
+table compares what we thought of.
 """
 
 import argparse

@@ -292,7 +292,8 @@ class ModelRunner:
     def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: LaunchedStep) -> None:
         """Compute what one row asks for beside a sample: prompt log-probabilities or an embedding. hidden [n, hidden]:
         the row's states that the step needs."""
-        admission = self._admissions[slot := int(layout.slots[row])]
+        slot = int(layout.slots[row])
+        admission = self._admissions[slot]
         index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
         num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
         if num is not None:
