@@ -5,7 +5,9 @@ longer than the work: with one thread the same tests take about half of the CPU 
 more (the fixture `two_threads`).
 """
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 
@@ -31,3 +33,21 @@ def forked_cores() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.executor.process_life.subprocess", forking("tests.support.oracle_core"))
         yield
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: in the event loop of the fixture `runner` if it uses that, else in one of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    runner = pyfuncitem.funcargs.get("runner")
+    run = runner.run if isinstance(runner, asyncio.Runner) else asyncio.run
+    run(pyfuncitem.obj(**fixtures))
+    return True

@@ -152,20 +152,17 @@ def test_without_a_loop_signals_are_counted_and_their_handlers_come_back() -> No
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_on_a_loop_the_first_signal_drains_and_the_second_does_not_wait() -> None:
-    async def run() -> None:
-        stopping = Stopping()
-        with stop_signals(stopping.take, (signal.SIGTERM,)):
-            os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(60):
-                await stopping.drain.wait()
-            await wait_for(lambda: False, stopping.stop, 0.01)
-            assert not stopping.stop.is_set()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await wait_for(lambda: False, stopping.stop, 60)
-            assert stopping.stop.is_set()
-
-    asyncio.run(run())
+async def test_on_a_loop_the_first_signal_drains_and_the_second_does_not_wait() -> None:
+    stopping = Stopping()
+    with stop_signals(stopping.take, (signal.SIGTERM,)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(60):
+            await stopping.drain.wait()
+        await wait_for(lambda: False, stopping.stop, 0.01)
+        assert not stopping.stop.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await wait_for(lambda: False, stopping.stop, 60)
+        assert stopping.stop.is_set()
 
 
 if __name__ == "__main__":

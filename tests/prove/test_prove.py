@@ -34,7 +34,7 @@ from penstock.prove.own.faults import FAULTS as OWN_FAULTS
 from penstock.prove.own.faults import FaultScene
 from penstock.prove.own.server import WORLDS, OwnServer
 from penstock.prove.proof import HELD, REACHED
-from penstock.prove.questions import Abilities, Ask
+from penstock.prove.questions import Ask
 from penstock.prove.report import exit_code
 from penstock.prove.schema import errors_of
 from tests.support import reference_server
@@ -48,14 +48,11 @@ FAST = ["full-pool", "finish-lost", "blocks-held"]
 CULPRITS: list[tuple[str, str]] = cases(__file__, "culprits")
 
 
-def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
-    async def inside() -> dict[str, Any]:
-        async with server as url:
-            fast = {"requests": 200, "rate": 2000.0, "timeout": 60.0, "restart": reference_server.restart_command(url)}
-            chosen = ProveOptions(**{**fast, **options})
-            return await session.prove(url, "stand-in", chosen)
-
-    return asyncio.run(inside())
+async def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
+    async with server as url:
+        fast = {"requests": 200, "rate": 2000.0, "timeout": 60.0, "restart": reference_server.restart_command(url)}
+        chosen = ProveOptions(**{**fast, **options})
+        return await session.prove(url, "stand-in", chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +74,9 @@ def test_a_fault_of_the_disk_spares_a_file_that_is_about_to_be_renamed(tmp_path:
     assert sorted(path.name for path in scene.files()) == ["index", "slab"]
 
 
-def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
     server = ReferenceServer()
-    result = proven(server, exact=True)
+    result = await proven(server, exact=True)
     printed = capsys.readouterr().out
     assert result["findings"] == {} and result["answers"]["same"] > 200
     assert json.loads(printed.splitlines()[-1]) == result
@@ -92,15 +89,15 @@ def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("load_alone")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_small_load_asks_everything_in_every_manner(seed: int) -> None:
-    result = proven(ReferenceServer(), requests=25, seed=seed)
+async def test_a_small_load_asks_everything_in_every_manner(seed: int) -> None:
+    result = await proven(ReferenceServer(), requests=25, seed=seed)
     assert result["left_out"] == {}
 
 
 @pytest.mark.usefixtures("load_alone")
 @pytest.mark.parametrize("defect", FAST)
-def test_a_defect_is_found_with_its_kind(defect: str) -> None:
-    result = asyncio.run(reference_server.find_defect(session.prove, ProveOptions(), defect))
+async def test_a_defect_is_found_with_its_kind(defect: str) -> None:
+    result = await reference_server.find_defect(session.prove, ProveOptions(), defect)
     assert DEFECTS[defect] in result["findings"]
 
 
@@ -114,8 +111,8 @@ OTHERS = session.CASES.keys() - dict(CULPRITS)
 
 
 @pytest.mark.parametrize(("case", "defect"), CULPRITS + [(case, "positions-shifted") for case in sorted(OTHERS)])
-def test_every_case_finds_a_defect_alone(case: str, defect: str) -> None:
-    result = proven(ReferenceServer(defect), cases=(case,), exact=case == "sglang-35938")
+async def test_every_case_finds_a_defect_alone(case: str, defect: str) -> None:
+    result = await proven(ReferenceServer(defect), cases=(case,), exact=case == "sglang-35938")
     assert [*result["cases"]] == [case] and DEFECTS[defect] in result["findings"]
 
 
@@ -128,15 +125,12 @@ def test_every_case_finds_a_defect_alone(case: str, defect: str) -> None:
         (ReferenceServer(has_ties=True, weights=1), "does not have it", {"other tokens", "tie"}),
     ],
 )
-def test_each_finding_says_whether_a_second_server_shares_it(
+async def test_each_finding_says_whether_a_second_server_shares_it(
     there: ReferenceServer, has: str, alike: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def inside() -> dict[str, Any]:
-        async with ReferenceServer("seed-ignored") as url, there as url2:
-            names, junit = ("seed-repeats", "usage-counts"), str(tmp_path / "junit")
-            return await session.prove(url, "stand-in", ProveOptions(cases=names, against=url2, junit=junit))
-
-    result = asyncio.run(inside())
+    async with ReferenceServer("seed-ignored") as url, there as url2:
+        names, junit = ("seed-repeats", "usage-counts"), str(tmp_path / "junit")
+        result = await session.prove(url, "stand-in", ProveOptions(cases=names, against=url2, junit=junit))
     printed = capsys.readouterr().out
     assert result["findings"] == {"seed": 1} and result["against"]["model"] == MODEL
     assert f"seeded outputs changed when repeated (the second server {has})" in printed
@@ -146,27 +140,25 @@ def test_each_finding_says_whether_a_second_server_shares_it(
     assert sum(result["against"]["findings"].values()) == (has == "has it too")
 
 
-def test_a_second_server_that_does_not_answer_is_refused_before_the_run() -> None:
+async def test_a_second_server_that_does_not_answer_is_refused_before_the_run() -> None:
     server = ReferenceServer()
     with pytest.raises(ProveError, match="^against: 127.0.0.1:1/v1/models answers nothing"):
-        proven(server, against="http://127.0.0.1:1")
+        await proven(server, against="http://127.0.0.1:1")
     assert not any("response_format" in body and "tools" in body for _, _, body in server.requests)
 
 
-def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:
-    async def inside() -> list[Any]:
-        options = ProveOptions(cases=("one-token-differs",))
-        async with ReferenceServer() as url:
-            return [(await session.prove(url, "stand-in", options))["findings"] for _ in range(2)]
-
-    assert asyncio.run(inside()) == [{}, {}]
+async def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:
+    options = ProveOptions(cases=("one-token-differs",))
+    async with ReferenceServer() as url:
+        assert [(await session.prove(url, "stand-in", options))["findings"] for _ in range(2)] == [{}, {}]
 
 
-def test_abilities_that_a_server_lacks_are_counted_as_refused(
+async def test_abilities_that_a_server_lacks_are_counted_as_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: str(tmp_path / name) for name in ("junit", "badge")}
-    result = proven(ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"]), requests=60, **files)
+    lacking = ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"])
+    result = await proven(lacking, requests=60, **files)
     assert result["findings"] == {}
     skipped = " ".join(result["skipped"])
     names = ("n: ", "return_token_ids: ", "cache_salt: ", "structured_outputs: ", "reset")
@@ -179,7 +171,7 @@ def test_abilities_that_a_server_lacks_are_counted_as_refused(
     assert Counter(row.get("type") for row in rows)["refused"] == len(result["refused"]) > 8
     assert f" {result['asked']} of {result['checks']} asked<" in (tmp_path / "badge").read_text()
     # Without ids and log-probabilities, a wrong text is still a finding.
-    result = proven(ReferenceServer("positions-shifted", without=["logprobs", "return_token_ids"]), requests=60)
+    result = await proven(ReferenceServer("positions-shifted", without=["logprobs", "return_token_ids"]), requests=60)
     assert "wrong" in result["findings"]
 
 
@@ -209,29 +201,26 @@ class Fussy(ReferenceServer):
             await super().answer(path, body, *streams)
 
 
-def test_a_request_that_is_refused_is_a_finding_only_if_it_was_answered_before() -> None:
-    result = proven(Fussy(), cases=("tool-arguments",))
+async def test_a_request_that_is_refused_is_a_finding_only_if_it_was_answered_before() -> None:
+    result = await proven(Fussy(), cases=("tool-arguments",))
     assert result["findings"] == {} and "no anyOf" in result["refused"]["tool-arguments"]
     assert (result["asked"], exit_code(result)) == (0, 3)
-    assert proven(Fussy("hang"), cases=("tool-arguments",))["findings"] == {"error": 1}
+    assert (await proven(Fussy("hang"), cases=("tool-arguments",)))["findings"] == {"error": 1}
 
 
 @pytest.mark.parametrize("number", hardest([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
-def test_a_run_that_is_ended_early_reports_what_it_has_found(number: signal.Signals, tmp_path: Path) -> None:
-    async def inside() -> tuple[int | None, list[str]]:
-        async with Silent(lambda _, body: "get_weather" in str(body), "chunk-lost") as url, asyncio.timeout(90):
-            words = ["--case", "stream-equals-whole", "--case", "tool-arguments", "--log"]
-            command = (*own_server.PENSTOCK, "prove", url, *words, str(tmp_path / "log"))
-            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-            assert process.stdout is not None
-            lines = []
-            async for line in process.stdout:
-                lines.append(line.decode().rstrip())
-                if "case stream-equals-whole: " in lines[-1]:
-                    process.send_signal(number)
-            return await process.wait(), lines
-
-    code, lines = asyncio.run(inside())
+async def test_a_run_that_is_ended_early_reports_what_it_has_found(number: signal.Signals, tmp_path: Path) -> None:
+    async with Silent(lambda _, body: "get_weather" in str(body), "chunk-lost") as url, asyncio.timeout(90):
+        words = ["--case", "stream-equals-whole", "--case", "tool-arguments", "--log"]
+        command = (*own_server.PENSTOCK, "prove", url, *words, str(tmp_path / "log"))
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        lines = []
+        async for line in process.stdout:
+            lines.append(line.decode().rstrip())
+            if "case stream-equals-whole: " in lines[-1]:
+                process.send_signal(number)
+        code = await process.wait()
     result = json.loads(lines[-1])
     assert (code, result["is_incomplete"], result["findings"]["stream"] > 0) == (4, True, True)
     assert result["left_out"] == {"tool-arguments": "the run was ended early"}
@@ -240,7 +229,7 @@ def test_a_run_that_is_ended_early_reports_what_it_has_found(number: signal.Sign
 
 
 @pytest.mark.usefixtures("load_alone")
-def test_a_slow_server_is_told_so_and_asked_less(
+async def test_a_slow_server_is_told_so_and_asked_less(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ProveOptions(requests=300, concurrency=16, duration=300.0, timeout=120.0)
@@ -249,74 +238,73 @@ def test_a_slow_server_is_told_so_and_asked_less(
     monkeypatch.setattr(session, "SLOW_S", 0.0)
     monkeypatch.setattr(session, "NUM_ANSWERS", 10**6)
     server = ReferenceServer()
-    result = proven(server)
+    result = await proven(server)
     assert result["findings"] == {} and "slow: a typical answer takes 0.0 s" in capsys.readouterr().out
     asked = [body for path, _, body in server.requests if "return_token_ids" in body and "response_format" not in body]
     assert max(body["max_tokens"] for body in asked[1:]) <= 8
 
 
 @pytest.mark.usefixtures("load_alone")
-def test_candidates_within_the_numerical_error_are_a_tie_unless_exact() -> None:
-    result = proven(ReferenceServer(has_ties=True), requests=40)
+async def test_candidates_within_the_numerical_error_are_a_tie_unless_exact() -> None:
+    result = await proven(ReferenceServer(has_ties=True), requests=40)
     assert result["findings"] == {} and result["answers"]["tie"] > 10
-    result = proven(ReferenceServer(has_ties=True), requests=40, exact=True)
+    result = await proven(ReferenceServer(has_ties=True), requests=40, exact=True)
     assert result["findings"]["wrong"] > 5
 
 
 @pytest.mark.usefixtures("load_alone")
-def test_one_seed_sends_the_same_requests() -> None:
-    def bodies(seed: int) -> list[str]:
+async def test_one_seed_sends_the_same_requests() -> None:
+    async def bodies(seed: int) -> list[str]:
         server = ReferenceServer(without=["cache_salt", "stream"])
-        proven(server, seed=seed, requests=12, concurrency=1)
+        await proven(server, seed=seed, requests=12, concurrency=1)
         sent = [json.dumps(body) for path, _, body in server.requests if path == "/v1/completions"]
         # To detect reuse, prompts are sent that no earlier run has sent.
         return [body for body in sent if "cache_salt" not in body and "return_token_ids" in body]
 
-    assert bodies(3) == bodies(3) != bodies(4)
+    assert await bodies(3) == await bodies(3) != await bodies(4)
 
 
 @pytest.mark.usefixtures("load_alone")
-def test_time_and_bytes_are_bounded() -> None:
-    result = proven(ReferenceServer(), max_bytes=40_000, requests=200)
+async def test_time_and_bytes_are_bounded() -> None:
+    result = await proven(ReferenceServer(), max_bytes=40_000, requests=200)
     assert result["answers"]["left out"] > 0 and result["bytes"] < 400_000
-    result = proven(ReferenceServer(), duration=1.0, rate=20.0, requests=500)
+    result = await proven(ReferenceServer(), duration=1.0, rate=20.0, requests=500)
     assert result["answers"]["left out"] > 400
 
 
 @pytest.mark.parametrize("num_answered", hardest([40, 90, 160], 40, 160), ids=["alone", "beside", "under load"])
-def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered: int) -> None:
+async def test_a_server_that_falls_silent_costs_no_more_than_the_duration(num_answered: int) -> None:
     server = Silent(lambda path, _: path == "/v1/completions" and server._num_answers >= num_answered)
-    result = proven(server, duration=2.0, timeout=3600.0)  # longer than the test may take
+    result = await proven(server, duration=2.0, timeout=3600.0)  # longer than the test may take
     assert result["answers"]["left out"] and "hang" not in result["findings"]
     # Each phase ends at its share of the time, so requests are also sent, and left, under load.
     assert result["answers"]["left"] > 1
 
 
-def test_an_answer_of_which_no_byte_comes_for_a_while_counts_as_hung() -> None:
-    async def inside() -> AskResult:
-        async with Silent(lambda *_: True) as url, asyncio.timeout(60):
-            asker = Asker(url, {}, 0.05)
-            with contextlib.closing(asker.client):
-                return await asker.ask({"prompt": "a"})
-
-    answer = asyncio.run(inside())
+async def test_an_answer_of_which_no_byte_comes_for_a_while_counts_as_hung() -> None:
+    async with Silent(lambda *_: True) as url, asyncio.timeout(60):
+        asker = Asker(url, {}, 0.05)
+        with contextlib.closing(asker.client):
+            answer = await asker.ask({"prompt": "a"})
     assert answer.is_hung and not answer.has_left and not answer.is_done
 
 
-def test_too_little_time_is_no_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_little_time_is_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine may be so busy that no question is answered alone in its share of the time."""
     starved = Silent(lambda path, body: path == "/v1/completions" and "prove-" in str(body.get("cache_salt")))
-    result = proven(starved, duration=1.0, timeout=60.0, requests=20)
+    result = await proven(starved, duration=1.0, timeout=60.0, requests=20)
     assert result["findings"] == {} and exit_code(result) == 3
     assert "not enough answers: in 1 s 0 of 8 questions were answered alone" in capsys.readouterr().out
     monkeypatch.setattr(proof.Proof, "run_load", AsyncMock())  # no answer came under load, only before and after it
-    assert exit_code(proven(ReferenceServer(), requests=20)) == 3
+    assert exit_code(await proven(ReferenceServer(), requests=20)) == 3
 
 
 @pytest.mark.slow
-def test_reuse_is_turned_off_by_a_field_that_a_lax_server_honours() -> None:
+async def test_reuse_is_turned_off_by_a_field_that_a_lax_server_honours() -> None:
     server = ReferenceServer(is_lax=True, without=["reset"])
-    result = proven(server)
+    result = await proven(server)
     assert result["findings"] == {} and result["answers"]["same"] > 200
     skipped = " ".join(result["skipped"])
     assert "cache_salt: accepted like" in skipped
@@ -325,7 +313,7 @@ def test_reuse_is_turned_off_by_a_field_that_a_lax_server_honours() -> None:
         *(False, True)
     }
     # Without such a field, cached tokens are no fault, and the report says how far the first answers can be trusted.
-    result = proven(ReferenceServer(is_lax=True, without=["cache_prompt", "reset"]))
+    result = await proven(ReferenceServer(is_lax=True, without=["cache_prompt", "reset"]))
     assert result["findings"] == {} and "without reuse: " in " ".join(result["skipped"])
 
 
@@ -347,39 +335,34 @@ class LikeLlama(ReferenceServer):
             await super().answer(path, body, *streams)
 
 
-def test_a_server_that_tells_little_causes_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def detect() -> Abilities:
-        async with LikeLlama() as url:
-            asker = Asker(url, {}, 60.0)
-            with contextlib.closing(asker.client):
-                return await detect_abilities(asker, 0, print)
-
+async def test_a_server_that_tells_little_causes_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abilities, "LEAST_BLOCK", 4)
-    detected = asyncio.run(detect())
+    async with LikeLlama() as url:
+        asker = Asker(url, {}, 60.0)
+        with contextlib.closing(asker.client):
+            detected = await detect_abilities(asker, 0, print)
     assert (detected.block, detected.context) == (reference_server.BLOCK, CONTEXT)
-    result = proven(LikeLlama(), cases=("all",))
+    result = await proven(LikeLlama(), cases=("all",))
     assert result["findings"] == {} and result["cases"]["ollama-18107"] == "no findings"
-    result = proven(LikeLlama(without=["instructions"]), cases=("all",))
+    result = await proven(LikeLlama(without=["instructions"]), cases=("all",))
     assert result["findings"] == {} and "chat: 400: " in " ".join(result["skipped"])
 
 
 @pytest.mark.usefixtures("load_alone")
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the scripts are of curl")
 @pytest.mark.parametrize("variable", hardest(["PENSTOCK_API_KEY", "OPENAI_API_KEY"], "OPENAI_API_KEY"))
-def test_a_short_script_repeats_the_failure(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_short_script_repeats_the_failure(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     monkeypatch.setenv(variable, "sk-mine")
     server = ReferenceServer("positions-shifted")
-
-    async def inside() -> tuple[list[Path], list[str], int]:
-        async with server as url:
-            options = ProveOptions(requests=80, rate=2000.0, timeout=5.0, scripts=str(tmp_path))
-            await session.prove(url, "stand-in", options)
-            scripts, number = sorted(tmp_path.glob("*.sh")), len(server.requests)
-            process = await asyncio.create_subprocess_exec("sh", str(scripts[0]), url, stdout=asyncio.subprocess.PIPE)
-            return scripts, (await process.communicate())[0].decode().splitlines(), number
-
-    scripts, printed, number = asyncio.run(inside())
+    async with server as url:
+        options = ProveOptions(requests=80, rate=2000.0, timeout=5.0, scripts=str(tmp_path))
+        await session.prove(url, "stand-in", options)
+        scripts, number = sorted(tmp_path.glob("*.sh")), len(server.requests)
+        process = await asyncio.create_subprocess_exec("sh", str(scripts[0]), url, stdout=asyncio.subprocess.PIPE)
+        printed = (await process.communicate())[0].decode().splitlines()
     assert [path.name for path in scripts] == ["1-wrong.sh", "2-wrong.sh"]
     # The fault needs no more than an earlier request with the same beginning.
     text = scripts[0].read_text()
@@ -390,7 +373,7 @@ def test_a_short_script_repeats_the_failure(variable: str, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("culprit", [0, 17, 39])
-def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset of the cache, among 40 requests before the one that fails, is to blame."""
     beside = [Ask(0.01 * index, -1 if index == culprit else 0, "whole", {}) for index in range(41)]
     tried: list[int] = []
@@ -399,17 +382,14 @@ def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monkeypatc
         tried.append(len(asks))
         return beside[culprit] in asks and finding.ask in asks
 
-    async def inside() -> str:
-        async with ReferenceServer() as url:
-            asker = Asker(url, {}, 60.0)
-            with contextlib.closing(asker.client):
-                failed = proof.Proof(asker, await detect_abilities(asker, 0, print), ProveOptions(requests=8))
-                failed.findings.append(proof.Finding("wrong", "a token", beside[-1], beside))
-                (script,) = await repeat.write_scripts(failed, url, tmp_path)
-                return script.read_text()
-
     monkeypatch.setattr(repeat, "_repeats", repeats)
-    text = asyncio.run(inside())
+    async with ReferenceServer() as url:
+        asker = Asker(url, {}, 60.0)
+        with contextlib.closing(asker.client):
+            failed = proof.Proof(asker, await detect_abilities(asker, 0, print), ProveOptions(requests=8))
+            failed.findings.append(proof.Finding("wrong", "a token", beside[-1], beside))
+            (script,) = await repeat.write_scripts(failed, url, tmp_path)
+            text = script.read_text()
     # The failing request is also sent alone, at first.
     num_requests = (
         text.count("\nask 60.000") + text.count("{ echo this one:; ask") + text.count("/reset_prefix_cache") - 1
@@ -419,10 +399,10 @@ def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monkeypatc
     assert len(tried) <= repeat.TRIES
 
 
-def test_a_finding_of_a_case_is_in_every_report_with_a_script(tmp_path: Path) -> None:
+async def test_a_finding_of_a_case_is_in_every_report_with_a_script(tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in ("json", "junit", "badge")}
     names = ("seed-repeats", "usage-counts")
-    proven(ReferenceServer("one-seed"), cases=names, scripts=str(tmp_path), **files)
+    await proven(ReferenceServer("one-seed"), cases=names, scripts=str(tmp_path), **files)
     assert json.loads((tmp_path / "json").read_text())["findings"] == {"seed": 1}
     suite = ElementTree.parse(tmp_path / "junit").getroot()
     assert [(case.get("name"), len(case)) for case in suite[1:]] == [("seed-repeats", 1), ("usage-counts", 0)]
@@ -454,7 +434,7 @@ def test_a_text_that_conforms_to_its_schema_is_accepted() -> None:
     assert not errors_of("[1, 2.0]", {"type": "array", "items": {"type": "integer", "maximum": 2}})
 
 
-def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     send, failures = proof.Proof.send, iter([ZeroDivisionError()])
 
     async def fail_first(self: proof.Proof, ask: Ask) -> AskResult:
@@ -464,7 +444,7 @@ def test_an_error_of_our_own_under_load_is_not_lost(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(proof.Proof, "send", fail_first)
     with pytest.raises(ExceptionGroup):
-        proven(ReferenceServer(), requests=40)
+        await proven(ReferenceServer(), requests=40)
 
 
 def test_the_error_is_measured_and_bounded() -> None:

@@ -1,6 +1,5 @@
 """Replicas that are found in a file and by names."""
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -46,16 +45,12 @@ def test_a_file_is_followed_and_replicas_come_and_go(path: Path, caplog: pytest.
             assert router.complete(model="m").status_code == 200
 
 
-def test_a_file_is_not_read_while_it_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_is_not_read_while_it_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(["http://a:1\n", "", "http://a:1\nhttp://b", *2 * ["http://a:1\nhttp://b:2\n"]])  # at each look
-
-    async def run() -> None:
-        monkeypatch.setattr(Path, "read_text", lambda _: next(texts))
-        async with contextlib.aclosing(states(f"file:{path}")) as lists:
-            assert await anext(lists) == ["http://a:1"]
-            assert await anext(lists) == ["http://a:1", "http://b:2"]
-
-    asyncio.run(run())
+    monkeypatch.setattr(Path, "read_text", lambda _: next(texts))
+    async with contextlib.aclosing(states(f"file:{path}")) as lists:
+        assert await anext(lists) == ["http://a:1"]
+        assert await anext(lists) == ["http://a:1", "http://b:2"]
 
 
 @pytest.mark.parametrize("is_in_file", [True, False])
@@ -73,7 +68,7 @@ def test_a_replica_that_is_named_elsewhere_too_is_not_removed(path: Path, is_in_
             assert router.states() == ["up"]
 
 
-def test_a_source_that_fails_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_that_fails_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ASK_S", 0.01)
     first, last = ["10.0.0.5"], ["10.0.0.6"]
     lookups: Iterator[list[str] | OSError] = iter(
@@ -86,22 +81,16 @@ def test_a_source_that_fails_is_read_again(monkeypatch: pytest.MonkeyPatch) -> N
             raise result
         return result
 
-    async def follow() -> None:
-        tasks = Tasks()
-        apply = lambda method, backend: changes.append(f"{method} {backend.url}")  # noqa: E731
-        discovery.Discovery(("dns:vllm:8000",), apply, tasks).start()
-        await comes_true(lambda: len(changes) == 3)
-        await tasks.close()
-
     monkeypatch.setattr(discovery, "_addresses", addresses)
-    asyncio.run(follow())
+    tasks = Tasks()
+    apply = lambda method, backend: changes.append(f"{method} {backend.url}")  # noqa: E731
+    discovery.Discovery(("dns:vllm:8000",), apply, tasks).start()
+    await comes_true(lambda: len(changes) == 3)
+    await tasks.close()
     assert changes[0] == "POST http://10.0.0.5:8000"
     assert sorted(changes[1:]) == ["DELETE http://10.0.0.5:8000", "POST http://10.0.0.6:8000"]
 
 
-def test_a_name_stands_for_all_its_addresses() -> None:
-    async def first_list() -> list[str]:
-        async with contextlib.aclosing(states("dns:127.0.0.1:8000,events=5557")) as lists:
-            return await anext(lists)
-
-    assert asyncio.run(first_list()) == ["http://127.0.0.1:8000,events=5557"]
+async def test_a_name_stands_for_all_its_addresses() -> None:
+    async with contextlib.aclosing(states("dns:127.0.0.1:8000,events=5557")) as lists:
+        assert await anext(lists) == ["http://127.0.0.1:8000,events=5557"]

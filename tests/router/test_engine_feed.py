@@ -1,6 +1,5 @@
 """Cache events of vLLM and SGLang: followed over their ZMQ publishers, and as keys of ours."""
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -144,20 +143,16 @@ def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_remo
             assert router.view(url)["events"] is None
 
 
-def test_connections_made_again_and_again_leave_no_file_open() -> None:
-    async def connect(engine: StandIn) -> list[int]:
-        context = zmq.asyncio.Context()
-        source, opened = EngineSource(context, Backend.of(engine.backend), bytes(32), 16), []
+async def test_connections_made_again_and_again_leave_no_file_open() -> None:
+    context, opened = zmq.asyncio.Context(), []
+    with stand_in() as engine:
+        source = EngineSource(context, Backend.of(engine.backend), bytes(32), 16)
         for _ in range(50):
             async with contextlib.aclosing(source.frames()) as batches:
                 while not source.is_connected:
                     await anext(batches)
             opened.append(len(os.listdir("/proc/self/fd")))
         context.destroy(0)
-        return opened
-
-    with stand_in() as engine:
-        opened = asyncio.run(connect(engine))
     # A thread closes the sockets a little later; the first connections open its descriptors too.
     assert min(opened[40:]) < min(opened[:10]) + 20, opened
 

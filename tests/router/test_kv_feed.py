@@ -23,6 +23,7 @@ from tests.support.fake_engine import INFO
 from tests.support.refusals import hardest
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import STREAM, Hold, Seen, stub
+from tests.support.running_server import comes_true
 
 TEXT = "a long beginning " * 20
 BEGINNING: list[Frame] = [Hello("e", "sha256", b"", 16, 0), *snapshot(0, {"device": b"k" * 8})]
@@ -91,18 +92,15 @@ def test_the_feed_of_a_replica_without_events_ends() -> None:
         until(lambda: all(feed.done() for feed in router.router.feeds._by_url.values()))
 
 
-def test_a_replica_that_is_removed_while_its_feed_connects_keeps_no_connection() -> None:
-    async def remove_early(port: int) -> None:
-        pool = Pool("127.0.0.1", port, b"", 60.0)
+async def test_a_replica_that_is_removed_while_its_feed_connects_keeps_no_connection() -> None:
+    with stub() as replica:
+        pool = Pool("127.0.0.1", replica.server_address[1], b"", 60.0)
         connecting = asyncio.create_task(pool.connect())
         await asyncio.sleep(0)
         pool.close()
         with pytest.raises(ConnectFailed, match="was removed"):
             await connecting
-
-    with stub() as replica:
-        asyncio.run(remove_early(replica.server_address[1]))
-        until(lambda: replica.num_closed == 1)
+        await comes_true(lambda: replica.num_closed == 1)
 
 
 def test_chunks_are_decoded_wherever_the_bytes_are_cut() -> None:

@@ -34,7 +34,7 @@ from tests.support.oracle_engine import oracle_engine
 from tests.support.refusals import cases
 from tests.support.router_fleet import ADMIN, client_request, running_router, until
 from tests.support.router_stub import Hold, stub
-from tests.support.running_server import MODEL, running
+from tests.support.running_server import MODEL, comes_true, running
 
 
 def up() -> Replica:
@@ -81,28 +81,25 @@ def test_each_ejection_is_longer_until_a_trial_succeeds() -> None:
     assert state(replica) == "trial"  # after the first, short ejection again
 
 
-def died(url: str, patience_s: float = 60.0) -> bool:
-    async def ask() -> bool:
-        replica = Replica(Backend(url), connect_timeout_s=patience_s)
-        answer = await replica.has_died(patience_s)
-        replica.pool.close()
-        await asyncio.sleep(0)
-        return answer
-
-    return asyncio.run(ask())
+async def died(url: str, patience_s: float = 60.0) -> bool:
+    replica = Replica(Backend(url), connect_timeout_s=patience_s)
+    answer = await replica.has_died(patience_s)
+    replica.pool.close()
+    await asyncio.sleep(0)
+    return answer
 
 
-def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
+async def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
     with stub() as backend:
         url = backend.url
-        assert not died(url)
+        assert not await died(url)
         backend.questions[b"/health"] = lambda _seen, _sock: b"\0\1\2"
-        assert not died(url)  # something is there
+        assert not await died(url)  # something is there
         backend.questions[b"/health"] = Hold()
-        assert not died(url, patience_s=0.3)  # perhaps it is busy
+        assert not await died(url, patience_s=0.3)  # perhaps it is busy
         backend.is_dying = True
-        assert died(url)
-    assert died(url)
+        assert await died(url)
+    assert await died(url)
 
 
 @pytest.mark.parametrize(
@@ -123,20 +120,16 @@ def test_the_budget_suffices_for_a_replica_that_dies_in_a_busy_fleet() -> None:
 
 
 @pytest.mark.parametrize("rounds", range(6))
-def test_a_probe_that_is_closed_when_it_becomes_due_ends(rounds: int) -> None:
-    async def run() -> None:
-        fleet = Fleet(RouterConfig(), lambda _replica: None)
-        replica = fleet.add(Backend("http://127.0.0.1:1"))
-        Probe(fleet, lambda *_: None, replica).start()
-        while replica.state == "starting":
-            await asyncio.sleep(0.01)
-        replica.probe_due.set()
-        for _ in range(rounds):
-            await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            await fleet.tasks.close()
-
-    asyncio.run(run())
+async def test_a_probe_that_is_closed_when_it_becomes_due_ends(rounds: int) -> None:
+    fleet = Fleet(RouterConfig(), lambda _replica: None)
+    replica = fleet.add(Backend("http://127.0.0.1:1"))
+    Probe(fleet, lambda *_: None, replica).start()
+    await comes_true(lambda: replica.state != "starting")
+    replica.probe_due.set()
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await fleet.tasks.close()
 
 
 def test_the_late_answer_of_a_removed_replica_does_not_replace_its_successor() -> None:
