@@ -11,12 +11,12 @@ import torch
 from benchmarks.gpu.shapes import MODELS, config_of
 
 from penstock.executor.loading import dummy
-from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
+from penstock.executor.protocol import Device, DType, ExecutorConfig, KvDType, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
-from tests.support.refusals import cases, hardest
-from tests.support.twins import torch_ops
+from tests.support.refusals import cases, hardest, hardest_rows
+from tests.support.twins import changed, eight_bits, torch_ops
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -26,25 +26,26 @@ Answers = tuple[torch.Tensor, torch.Tensor]
 
 
 # A GPU's bfloat16 may be this much farther from float32 than a CPU's. Where experts are chosen, the same rounding in
-# another order is up to a third farther; attention that is a tenth too sharp is three times as far.
-NEARNESS = 2.0
+# another order is up to a third farther; attention that is a tenth too sharp is three times as far. Pages of eight bits
+# round more than all else, and on both alike: numbers that are cut off instead of rounded are 1.75 times as far.
+NEARNESS: dict[KvDType, float] = {"auto": 2.0, "fp8": 1.5}
+PAGES_OF_EIGHT_BITS: list[tuple[str, KvDType]] = [("qwen3-0.6b", "fp8"), ("deepseek-v2-lite", "fp8")]
+TWINS = changed(torch_ops, blocks=eight_bits)
 
 
 def write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | LAYERS))
 
 
-def check_beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path, device: Device) -> None:
-    """Compare with a CPU in float32 and in bfloat16. The weights are numbers that bfloat16 can hold, so that only the
-    arithmetic differs; the kernels' twins round after every operation, the CPU's own kernels up to three times less."""
+def distance(monkeypatch: pytest.MonkeyPatch, path: Path, device: Device, pages: KvDType) -> float:
+    """Return how many times as far from float32 the device is as the kernels' twins, which round after every operation.
+    The weights are numbers that bfloat16 can hold, so that only the arithmetic differs."""
     with monkeypatch.context() as patch:
         repeat = dummy._repeat_noise
         patch.setattr(dummy, "_repeat_noise", lambda period, shape: repeat(period.bfloat16().to(period.dtype), shape))
-        exact = answers(path, "cpu", "float32")
-    with monkeypatch.context() as patch:
-        compute_with(patch, torch_ops)
-        near = answers(path, "cpu", "bfloat16")
-    assert error(answers(path, device, "bfloat16"), exact) < NEARNESS * error(near, exact)
+        compute_with(patch, TWINS)
+        exact, near = answers(path, "cpu", "float32"), answers(path, "cpu", "bfloat16", pages)
+    return error(answers(path, device, "bfloat16", pages), exact) / error(near, exact)
 
 
 def error(got: Answers, exact: Answers) -> float:
@@ -53,13 +54,14 @@ def error(got: Answers, exact: Answers) -> float:
     return max(float((ours - theirs).norm() / (theirs - theirs.mean()).norm()) for ours, theirs in pairs)
 
 
-def answers(path: Path, device: Device, dtype: DType) -> Answers:
+def answers(path: Path, device: Device, dtype: DType, pages: KvDType = "auto") -> Answers:
     """Return log-probabilities [299] of the tokens of a prompt, which comes in chunks, and [5, vocabulary] after it.
 
     Only one token may be sampled, so that the same text is continued everywhere."""
     config = ExecutorConfig(
-        model=str(path), device=device, dtype=dtype, load_format="dummy", kv_cache_bytes=2**28, max_num_seqs=4
-    )
+        model=str(path), device=device, dtype=dtype, load_format="dummy", kv_cache_bytes=2**28, max_num_seqs=4,
+        kv_cache_dtype=pages,
+    )  # fmt: skip
     executor = UniprocExecutor(config)
     driver, rng = Driver(executor), random.Random(1)
     sampling = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=-1, allowed_ids=(100,))
@@ -86,14 +88,14 @@ def test_logits_in_float32_at_real_sizes_are_a_cpus(name: str, device: Device, t
 
 
 @pytest.mark.parametrize("device", [GPU])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "pages"), [*((name, "auto") for name in MODELS), *PAGES_OF_EIGHT_BITS])
 def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: Device, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, name: str, pages: KvDType, device: Device, tmp_path: Path
 ) -> None:
     """How far rounding leads away depends on the model, up to a sixth where experts are chosen, so that no figure does for
     all. A CPU's bfloat16 says how far it may be."""
     write(tmp_path, config_of(name, is_tiny=False))
-    check_beside_a_cpu(monkeypatch, tmp_path, device)
+    assert distance(monkeypatch, tmp_path, device, pages) < NEARNESS[pages]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), GPU])
@@ -123,7 +125,21 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: D
 @pytest.mark.parametrize("name", hardest(["qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite"], "qwen3-30b-a3b"))
 def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     write(tmp_path, config_of(name, is_tiny=True) | SMALL)
-    check_beside_a_cpu(monkeypatch, tmp_path, "cpu")
+    assert distance(monkeypatch, tmp_path, "cpu", "auto") < NEARNESS["auto"]
+
+
+@pytest.mark.parametrize(("name", "pages"), hardest_rows(PAGES_OF_EIGHT_BITS, ()))
+def test_pages_of_eight_bits_with_a_wrong_scale_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, pages: KvDType
+) -> None:
+    """A CPU is in the GPU's place; the second time it reads values as a tenth too large."""
+    write(tmp_path, config_of(name, is_tiny=True) | SMALL)
+    compute_with(monkeypatch, TWINS)
+    assert distance(monkeypatch, tmp_path, "cpu", pages) < NEARNESS[pages]
+    reads = {read.__name__: read for read in (torch_ops.paged_attention, torch_ops.latent_attention)}
+    wrong = {name: lambda *inputs, read=read: 1.1 * read(*inputs) for name, read in reads.items()}
+    compute_with(monkeypatch, changed(TWINS, **wrong))
+    assert distance(monkeypatch, tmp_path, "cpu", pages) > NEARNESS[pages]
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), GPU])
