@@ -14,15 +14,16 @@ from penstock.executor.loading import dummy
 from penstock.executor.protocol import Device, DType, ExecutorConfig, KvDType, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import compute_with, executor_of
-from tests.support.driver import Driver, Sequence
+from tests.support.driver import Driver, Sequence, Trace
 from tests.support.refusals import cases, hardest, hardest_rows
 from tests.support.twins import changed, eight_bits, torch_ops
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+LONG = [pytest.param("cuda", length, marks=pytest.mark.gpu) for length in (32_000, 128_000)]
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
 SMALL = {"vocab_size": 5000}  # as many tokens as prompts are made of
 NUM_SLOTS, LENGTH = 6, 80
-Answers = tuple[torch.Tensor, torch.Tensor]
+Answers = tuple[torch.Tensor, ...]
 
 
 # A GPU's bfloat16 may be this much farther from float32 than a CPU's. Where experts are chosen, the same rounding in
@@ -33,8 +34,8 @@ PAGES_OF_EIGHT_BITS: list[tuple[str, KvDType]] = [("qwen3-0.6b", "fp8"), ("deeps
 TWINS = changed(torch_ops, blocks=eight_bits)
 
 
-def write(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config | LAYERS))
+def write(folder: Path, config: dict[str, Any], **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config | LAYERS | changes))
 
 
 def distance(monkeypatch: pytest.MonkeyPatch, path: Path, device: Device, pages: KvDType) -> float:
@@ -67,15 +68,19 @@ def answers(path: Path, device: Device, dtype: DType, pages: KvDType = "auto") -
     sampling = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=-1, allowed_ids=(100,))
     sequence = driver.admit([rng.randrange(5, 5000) for _ in range(300)], sampling)
     prompt: list[float] = []
-    after: list[torch.Tensor] = []
+    after: Trace = []
     while len(after) < 5:
         result = driver.advance(sequence, chunk=130)
         prompt += [each.values[0] for each in result.prompt_logprobs.get(0, [])]
-        for each in result.logprobs.values():
-            values = torch.full((executor.info.vocab_size,), torch.nan)
-            after.append(values.index_copy(0, torch.tensor(each.ids[1:]), torch.tensor(each.values[1:])))
+        after += [(each.ids, each.values) for each in result.logprobs.values()]
     executor.close()
-    return torch.tensor(prompt), torch.stack(after)
+    return torch.tensor(prompt), by_token(after)
+
+
+def by_token(trace: Trace) -> torch.Tensor:
+    """Return the log-probabilities of all tokens [steps, vocabulary], whose first one is the sampled token's again."""
+    ids, values = torch.tensor([ids[1:] for ids, _ in trace]), torch.tensor([values[1:] for _, values in trace])
+    return torch.full_like(values, torch.nan).scatter(1, ids, values)
 
 
 @pytest.mark.parametrize("device", [GPU])
@@ -106,7 +111,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: D
     # Sixteen experts: making up all 128 takes a minute.
     write(tmp_path, shape | ({"num_experts": min(16, shape["num_experts"])} if "num_experts" in shape else {}))
     length = 40 if device == "cpu" else 700
-    prompts = [[random.Random(seed).randrange(5, 5000) for _ in range(length)] for seed in range(40)]
+    prompts = [random.Random(seed).choices(range(5, 5000), k=length) for seed in range(40)]
     config = ExecutorConfig(
         model=str(tmp_path), device=device, dtype="bfloat16", load_format="dummy", kv_cache_bytes=2**28,
         max_num_seqs=64, batch_invariant=True,
@@ -120,6 +125,41 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, device: D
         seen.append(driver.trace(watched, *others, count=5, chunk=chunk))
     executor.close()
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize(("device", "long"), [("cpu", 2500), *LONG])
+@pytest.mark.parametrize("is_invariant", hardest([False, True], False))
+def test_a_long_request_and_short_ones_answer_as_alone(
+    monkeypatch: pytest.MonkeyPatch, device: Device, long: int, is_invariant: bool, tmp_path: Path
+) -> None:
+    """Short ones decode beside a long prompt, and another one comes while the long one decodes. Scores are three times as
+    wide as usual: otherwise attention would be a mean of all positions, in which none counts."""
+    shape = config_of("qwen3-0.6b", is_tiny=device == "cpu") | SMALL
+    granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "max_position_embeddings": long + 1000}
+    write(tmp_path, shape, **granite, attention_multiplier=3 * shape["head_dim"] ** -0.5)
+
+    def ask(dtype: DType, *requests: tuple[int, ...], **options: Any) -> list[Answers]:
+        """Return the answers to the first of each tuple of lengths; the others were there before."""
+        options |= {"kv_cache_bytes": 2**28 + long * 2**15, "max_num_seqs": 4, "max_num_batched_tokens": 1500}
+        options |= {"device": device, "block_size": 16, "load_format": "dummy"}
+        executor, found = executor_of(tmp_path, dtype=dtype, **options), list[Answers]()
+        for lengths in requests:
+            watched, *others = (random.Random(length).choices(range(5, 5000), k=length) for length in lengths)
+            driver = Driver(executor)
+            beside = [driver.admit(prompt) for prompt in others]
+            driver.generate(*beside, count=1, chunk=1000)
+            sequence = driver.admit(watched, Sampling(temperature=0.0, logprobs=-1, allowed_ids=(100,)))
+            found.append((by_token(driver.trace(sequence, *beside, count=5, chunk=1000)),))
+        executor.close()
+        return found
+
+    among, alone = [(long, 5, 300, 700), (30, long, 700)], [(long,), (30,)]
+    got = ask("bfloat16", *among, *alone, batch_invariant=is_invariant)
+    compute_with(monkeypatch, TWINS)
+    near, exact = ask("bfloat16", *alone, enforce_eager=True), ask("float32", *alone, enforce_eager=True)
+    for ours, twin, best in zip(got, near * 2, exact * 2, strict=True):
+        assert error(ours, best) < NEARNESS["auto"] * error(twin, best)
+    assert not is_invariant or [error(*each) for each in zip(got[:2], got[2:], strict=True)] == [0, 0]
 
 
 @pytest.mark.parametrize("name", hardest(["qwen3-0.6b", "qwen3-30b-a3b", "deepseek-v2-lite"], "qwen3-30b-a3b"))
