@@ -96,9 +96,7 @@ def test_a_command_refuses_it_before_anything_starts(
     assert "log_level: 'kitchen' is not a folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "environment", "levels"), cases(__file__, "log levels of processes", LOG_VARIABLE=LOG_VARIABLE)
-)
+@pytest.mark.parametrize(("option", "environment", "levels"), cases(__file__, "log levels of processes", **globals()))
 def test_children_log_at_the_parents_levels(
     option: str, environment: dict[str, str], levels: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,9 +113,7 @@ def wrongly(
     return answer
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"), table(__file__, "answers of peers", wrongly=wrongly, CHUNK=CHUNK, Miss=Miss)
-)
+@pytest.mark.parametrize(("answer", "reason"), table(__file__, "answers of peers", **globals()))
 def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: str) -> None:
     with LyingPeer(KEYS, answer) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)

@@ -98,10 +98,9 @@ def test_a_root_is_the_digest_of_version_kinds_lengths_and_contents() -> None:
 
 
 TENANT = namespace_root(model=b"\1" * 32, adapter="sql", salt="tenant-1")
-KEYS = {"namespace_root": namespace_root, "block_keys": block_keys, "TENANT": TENANT}
 
 
-@pytest.mark.parametrize(("computed", "pinned"), cases(__file__, "pinned keys", **KEYS))
+@pytest.mark.parametrize(("computed", "pinned"), cases(__file__, "pinned keys", **globals()))
 def test_keys_are_those_of_every_earlier_release(computed: bytes, pinned: str) -> None:
     """Disks and peers hold keys of older processes. A change here needs a new version in the namespace."""
     assert computed.hex() == pinned

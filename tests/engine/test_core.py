@@ -205,9 +205,7 @@ class Rig:
 SLEEPING = ProcessLook("S", False, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("look", "cpu_share", "verdicts"), cases(__file__, "silences", SLEEPING=SLEEPING, **vars(liveness))
-)
+@pytest.mark.parametrize(("look", "cpu_share", "verdicts"), cases(__file__, "silences", **vars(liveness) | globals()))
 def test_a_silent_core_is_lost_when_it_cannot_go_on_and_starved_until_a_limit_where_it_can(
     look: ProcessLook | None, cpu_share: float, verdicts: list[tuple[float, str]]
 ) -> None:

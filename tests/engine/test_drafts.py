@@ -270,10 +270,7 @@ def test_a_request_that_awaits_drafts_is_not_planned_ahead() -> None:
     assert world.scheduler.stats().draft_tokens > 10
 
 
-@pytest.mark.parametrize(
-    ("options", "max_tokens", "most"),
-    [({"max_num_seqs": 3}, 30, 0), ({"max_num_seqs": 4}, 30, 1), ({}, 2, 0), ({}, 9, 9), ({"num_blocks": 12}, 30, 9)],
-)
+@pytest.mark.parametrize(("options", "max_tokens", "most"), cases(__file__, "room for drafts"))
 def test_the_layer_is_asked_for_what_there_is_room_for(options: dict[str, Any], max_tokens: int, most: int) -> None:
     """Three requests run. A draft needs a free row, and a token behind it that may be sampled."""
     world = World(max_in_flight=1, drafts=LAYER, **options)

@@ -179,11 +179,8 @@ BY_SESSION = [{}, {}, {"x-session-id": "a"}, {"x-session-id": "b"}, {"x-session-
 BY_KEY = [{"x-api-key": key, "x-session-id": session} for key, session in zip("1221", "aaba", strict=True)]
 
 
-NAMES = {"KEYS": KEYS, "BY_SESSION": BY_SESSION, "BY_KEY": BY_KEY}
-
-
 @pytest.mark.parametrize(
-    ("which", "keys", "router_keys", "headers", "expected"), cases(__file__, "clients of requests", **NAMES)
+    ("which", "keys", "router_keys", "headers", "expected"), cases(__file__, "clients of requests", **globals())
 )
 def test_requests_are_told_apart_by_key_and_without_keys_by_session(
     which: str, keys: tuple[str, ...], router_keys: tuple[str, ...] | None, headers: list[dict[str, str]], expected: str

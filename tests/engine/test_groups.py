@@ -138,5 +138,4 @@ def forget(world: World, prompt: list[int], blocks: list[int], group: int) -> No
         pool.release((place,))
 
 
-NAMES = {"GroupInfo": GroupInfo, "FULL": FULL, "WINDOW": WINDOW, "STATE": STATE}
-SHAPES: list[tuple[GroupInfo, ...]] = cases(__file__, "groups of layers", **NAMES)
+SHAPES: list[tuple[GroupInfo, ...]] = cases(__file__, "groups of layers", **globals())

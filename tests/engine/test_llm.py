@@ -104,10 +104,7 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
         oracle_llm(folder, gpu_memory_utilization=0.5).shutdown()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    table(__file__, "offline input", GREEDY=GREEDY, SamplingParams=SamplingParams, np=np),
-)
+@pytest.mark.parametrize(("prompt", "params", "message"), table(__file__, "offline input", **globals()))
 def test_bad_input_names_field_and_limit_and_leaves_nothing(llm: LLM, prompt: Any, params: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt, params, use_tqdm=False)

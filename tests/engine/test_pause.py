@@ -131,9 +131,7 @@ def rows(step: Step | None) -> list[tuple[int, int, int, bool]]:
     return [(row.slot, row.start, row.count, row.sample) for row in (step.rows if step else ())]
 
 
-@pytest.mark.parametrize(
-    ("options", "actions", "planned"), cases(__file__, "plans", BLOCK_SIZE=BLOCK_SIZE, submit=submit)
-)
+@pytest.mark.parametrize(("options", "actions", "planned"), cases(__file__, "plans", **globals()))
 def test_steps_are_planned_by_these_rules(
     options: dict[str, int], actions: list[Submit | str], planned: list[list[tuple[int, int, int, bool]]]
 ) -> None:

@@ -131,10 +131,7 @@ def test_a_folder_that_lies_is_refused_by_name_and_nothing_changes(
     check_refused(loaded, path, words)
 
 
-NAMES = {"TENSORS": TENSORS, "Adapter": Adapter}
-
-
-@pytest.mark.parametrize(("spoil", "words"), table(__file__, "adapter files", **NAMES))
+@pytest.mark.parametrize(("spoil", "words"), table(__file__, "adapter files", **globals()))
 def test_files_that_are_no_adapter_are_refused(
     spoil: Callable[[Path], object], words: str, loaded: UniprocExecutor, tmp_path: Path
 ) -> None:

@@ -153,10 +153,7 @@ def every(period: int, num: int) -> list[LayerCache]:
     return [FULL if index % period == period - 1 else SLIDING for index in range(num)]
 
 
-LAYERS = {"FULL": FULL, "SLIDING": SLIDING, "WIDER": WIDER, "every": every}
-
-
-@pytest.mark.parametrize(("layers", "longest", "depth", "groups"), cases(__file__, "layers", **LAYERS))
+@pytest.mark.parametrize(("layers", "longest", "depth", "groups"), cases(__file__, "layers", **globals()))
 def test_layers_of_one_kind_share_pages(layers: list[LayerCache], longest: int, depth: int, groups: list[int]) -> None:
     layout = plan_layout(layers, longest, layer_bytes=64)
     assert layout.depth == depth and [group.window for group in layout.groups] == groups
@@ -193,10 +190,9 @@ def test_the_pages_of_a_request_follow_from_its_groups() -> None:
 SPEC: Any = SimpleNamespace(hidden_size=62)
 DELTA, CONV = DeltaSpec(2, 4, 16, 24, 4, False), ConvSpec(3, False)
 MAMBA = MambaSpec(2, 12, 16, 24, 4, True, False, 1e-6)
-PARTS = {"DELTA": DELTA, "CONV": CONV, "MAMBA": MAMBA}
 
 
-@pytest.mark.parametrize(("part", "ranks", "message"), table(__file__, "parts of ranks", **PARTS))
+@pytest.mark.parametrize(("part", "ranks", "message"), table(__file__, "parts of ranks", **globals()))
 def test_heads_and_channels_that_ranks_cannot_share_are_refused_by_number(part: Any, ranks: int, message: str) -> None:
     with pytest.raises(ExecutorError, match=f"^{message}"):
         state_of(SPEC, part, torch.float32, ranks)

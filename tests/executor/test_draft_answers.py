@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from penstock import LLM, LoRARequest, SamplingParams
+from penstock.engine import sampling_params
 from penstock.engine.core.drafts import StepCost
 from penstock.engine.front.results import RequestOutput
-from penstock.engine.sampling_params import StructuredOutputs
 from tests.support.adapters import Adapter
 from tests.support.checkpoints import WEIGHTS
 from tests.support.checkpoints import prompts as random_prompts
@@ -32,8 +32,7 @@ FIELDS: Params = {"temperature": 0.7, "seed": 3, "logprobs": 1, "max_tokens": 48
 
 # Sampling parameters, each alone and all together in one batch. " 7:" ends within a token; a grammar and a penalty do not
 # draft; 0 to 255 are bytes, which the model never writes.
-NAMES: dict[str, Any] = {"FIRST": FIRST, "SECOND": SECOND, "StructuredOutputs": StructuredOutputs}
-ANSWERS: dict[str, Params] = dict(cases(__file__, "answers with drafts", **NAMES))
+ANSWERS: dict[str, Params] = dict(cases(__file__, "answers with drafts", **vars(sampling_params) | globals()))
 
 
 def counting(start: int, length: int) -> list[int]:
@@ -170,9 +169,8 @@ def repeated(llm: LLM) -> list[RequestOutput]:
     return generate(llm, *(phrase * 4 for phrase in phrases), *(counting(5, 30) + phrase * 3 for phrase in phrases))
 
 
-NAMES |= {each.__name__: each for each in (hits, preempted, long, updated, repeated)}
-NAMES |= {"MTP": MTP, "SMALL_STEPS": {"max_num_batched_tokens": 32, "max_num_seqs": 8}}
-SCENES = cases(__file__, "scenes with drafts", **NAMES)
+SMALL_STEPS = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+SCENES = cases(__file__, "scenes with drafts", **vars(sampling_params) | globals())
 
 
 @pytest.mark.parametrize(("run", "options"), hardest_rows(SCENES, SCENES[:1]))

@@ -114,10 +114,7 @@ def one_tensor(dims: tuple[int, ...], kind: int, offset: int = 0) -> bytes:
     return header(1, 0, text(b"w") + info + bytes(256))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    table(__file__, "gguf headers", HUGE=HUGE, header=header, one_tensor=one_tensor, struct=struct, text=text),
-)
+@pytest.mark.parametrize(("content", "message"), table(__file__, "gguf headers", **globals()))
 def test_a_lying_header_is_refused_before_memory_is_taken(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)

@@ -77,14 +77,8 @@ def random_params(rng: random.Random) -> SamplingParams:
 
     options: dict[str, Any] = {"seed": rng.randrange(2**64), "max_tokens": rng.choice([1, 8, 40, 40, None])}
     options["temperature"] = rng.choice([0.0, 0.0, 0.3, 0.8, 1.5])
-    names = {
-        "rng": rng,
-        "ids": ids,
-        "few": ids(rng.choice([1, 2, 3])),
-        "most": options["max_tokens"],
-        "GRAMMARS": GRAMMARS,
-    }
-    for share, fields in cases(__file__, "shares of options", **names):
+    few, most = ids(rng.choice([1, 2, 3])), options["max_tokens"]
+    for share, fields in cases(__file__, "shares of options", **globals(), rng=rng, ids=ids, few=few, most=most):
         if rng.random() < share:
             options |= fields
     return SamplingParams(**options)

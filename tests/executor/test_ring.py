@@ -18,6 +18,7 @@ from penstock.executor.ring import MessageQueue, PeerDied, RingClosed
 from penstock.executor.ring.memory_segment import SPILL_KEEP_BYTES
 from penstock.executor.ring.queue import MAX_PARTS
 from tests.support.programs import printed
+from tests.support.refusals import cases
 
 SLOT = 4096
 PATIENCE_S = 60.0  # long enough for a busy machine; nothing below waits for it to pass
@@ -98,9 +99,7 @@ def test_messages_that_just_fit_their_slot_and_just_do_not_arrive(parts: int) ->
             assert received(reader) == sent
 
 
-@pytest.mark.parametrize(
-    "array", [np.zeros((0, 7)), np.arange(60.0).reshape(3, 4, 5), np.array([True, False]), np.arange(7, dtype=np.int32)]
-)
+@pytest.mark.parametrize("array", cases(__file__, "arrays in a ring", np=np))
 def test_borrowed_arrays_of_any_dtype_lie_in_the_ring_and_cannot_be_written(array: np.ndarray) -> None:
     with ring() as (writer, reader):
         writer.send((b"kind", array))

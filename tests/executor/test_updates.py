@@ -93,9 +93,7 @@ def served() -> Served:
 
 
 # A case, a tensor, an index into it (None: all of it), the new value (None removes the tensor), and the refusal.
-@pytest.mark.parametrize(
-    ("case", "name", "index", "value", "message"), table(__file__, "weights", torch=torch, UP=UP, NORM=NORM)
-)
+@pytest.mark.parametrize(("case", "name", "index", "value", "message"), table(__file__, "weights", **globals()))
 def test_weights_that_cannot_be_used_are_refused_by_name_and_the_old_ones_serve(
     case: str, name: str, index: Any, value: Any, message: str, served: Served, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import grid
+from tests.support import refusals
 from tests.support.default_file import needs_model
 
 SERVER = """
@@ -41,10 +42,7 @@ def test_servers_are_asked_in_turn_and_the_table_is_written(tmp_path: Path) -> N
     assert f"`penstock prove URL {' '.join(cases)}`" in text
 
 
-@pytest.mark.parametrize(
-    ("num_asked", "is_fair"),
-    [({"Penstock": 9, "A": 8}, False), ({"Penstock": 9, "A": 9}, True), ({"Penstock": 8, "A": 8}, True)],
-)
+@pytest.mark.parametrize(("num_asked", "is_fair"), refusals.cases(__file__, "fair tables"))
 def test_a_table_in_which_only_ours_is_whole_is_not_fair(num_asked: dict[str, int], is_fair: bool) -> None:
     results: dict[str, dict[str, Any]] = {name: {"asked": number, "checks": 9} for name, number in num_asked.items()}
     assert grid.is_fair(results) == is_fair

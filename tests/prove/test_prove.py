@@ -116,15 +116,7 @@ async def test_every_case_finds_a_defect_alone(case: str, defect: str) -> None:
     assert [*result["cases"]] == [case] and DEFECTS[defect] in result["findings"]
 
 
-@pytest.mark.parametrize(
-    ("there", "has", "alike"),
-    [
-        (ReferenceServer("seed-ignored"), "has it too", {"same"}),
-        (ReferenceServer(), "does not have it", {"same"}),
-        (ReferenceServer("messages-without-system", without=["seed"]), "could not be asked", {"same"}),
-        (ReferenceServer(has_ties=True, weights=1), "does not have it", {"other tokens", "tie"}),
-    ],
-)
+@pytest.mark.parametrize(("there", "has", "alike"), cases(__file__, "second servers", **globals()))
 async def test_each_finding_says_whether_a_second_server_shares_it(
     there: ReferenceServer, has: str, alike: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

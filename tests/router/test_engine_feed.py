@@ -200,16 +200,13 @@ class World:
         return self
 
 
-EVENTS = vars(engine_publisher) | {
-    "TOKENS": TOKENS,
-    "NAMES": NAMES,
-    "NUMBERS": stored(TOKENS[:32]) | {"block_hashes": [-5, 2**63]},
-    "WINDOW": stored(TOKENS, group_idx=0, kv_cache_spec_kind="sliding_window"),
-    "WHOLE": stored(TOKENS, group_idx=1, kv_cache_spec_kind="full_attention"),
-}
+NUMBERS = stored(TOKENS[:32]) | {"block_hashes": [-5, 2**63]}
+WINDOW = stored(TOKENS, group_idx=0, kv_cache_spec_kind="sliding_window")
+WHOLE = stored(TOKENS, group_idx=1, kv_cache_spec_kind="full_attention")
+EVENTS = vars(engine_publisher) | globals()
 
 
-@pytest.mark.parametrize(("name", "batches", "expected"), cases(__file__, "batches of events", keys=keys, **EVENTS))
+@pytest.mark.parametrize(("name", "batches", "expected"), cases(__file__, "batches of events", **EVENTS))
 def test_blocks_get_the_keys_that_a_prompt_of_their_tokens_has(
     name: str, batches: list[list[Any]], expected: set[bytes] | dict[str, set[bytes]]
 ) -> None:

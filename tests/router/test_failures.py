@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import signal
@@ -29,17 +28,9 @@ from penstock.router.leg import Leg
 from tests.support import router_stub
 from tests.support.raw_http import clients, connect, exchange, post, read_all, status
 from tests.support.refusals import cases, table
-from tests.support.router_fleet import (
-    ADMIN,
-    QUICK,
-    RunningRouter,
-    mock_fleet,
-    mock_replicas,
-    running_router,
-    stub_fleet,
-    until,
-)  # fmt: skip
+from tests.support.router_fleet import ADMIN, RunningRouter, mock_fleet, mock_replicas, running_router, stub_fleet
 from tests.support.router_stub import EVENT, STREAM, Answer, Hold, Seen, hang_up, in_turn, ok, sick, stub, whole
+from tests.support.running_server import until
 
 FULL = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-after: 7")
 
@@ -71,8 +62,8 @@ def without_retries(router: RunningRouter) -> None:
 
 
 def test_requests_at_a_stopped_replica_move_to_others() -> None:
-    timeouts = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
-    with mock_fleet(3, timeouts, inter_token_s=0.02) as (router, (_, victim, _)):
+    # With less time for a probe, a busy machine is taken for a stop.
+    with mock_fleet(3, probe_timeout_s=1.0, inter_token_s=0.02) as (router, (_, victim, _)):
 
         def stop_it_while_requests_wait() -> None:
             victim.send(signal.SIGSTOP)
@@ -229,12 +220,9 @@ def test_retries_stay_within_their_budget_when_half_of_the_requests_fail() -> No
         assert 210 < num_sent <= 200 * 0.15 + 200 + RESERVE
 
 
-ANSWERS = vars(router_stub) | {"full": full, "break_off_while_full": break_off_while_full}
-
-
 @pytest.mark.parametrize(
     ("failure", "path", "answers", "code", "words", "num_asked", "num_failures"),
-    cases(__file__, "failures", **ANSWERS),
+    cases(__file__, "failures", **vars(router_stub) | globals()),
 )
 def test_each_kind_of_failure_has_its_answer(
     failure: str, path: str, answers: Sequence[Answer], code: int, words: bytes, num_asked: int, num_failures: int

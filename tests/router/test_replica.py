@@ -14,16 +14,10 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
+from penstock.router.fleet import replica as life
 from penstock.router.fleet.fleet import Fleet, RetryBudget
 from penstock.router.fleet.probe import Probe
-from penstock.router.fleet.replica import (
-    EJECTION_S,
-    FAILURES_TO_EJECT,
-    MAX_EJECTION_S,
-    MAX_SILENT_PROBES,
-    Replica,
-    State,
-)
+from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, Replica, State
 from penstock.router.http.upstream import ConnectFailed
 from penstock.router.placement.placement import ReplicaInfo
 from penstock.router.placement.prompts import COMPLETIONS, PromptReader, RequestFields
@@ -49,10 +43,9 @@ def state(replica: Replica) -> State:
 
 
 EVENTS: dict[str, Callable[[Replica], None]] = dict(cases(__file__, "what happens to a replica", Replica=Replica))
-LIMITS = {"MAX_SILENT_PROBES": MAX_SILENT_PROBES, "FAILURES_TO_EJECT": FAILURES_TO_EJECT}
 
 
-@pytest.mark.parametrize(("events", "expected"), cases(__file__, "states", **LIMITS))
+@pytest.mark.parametrize(("events", "expected"), cases(__file__, "states", **vars(life)))
 def test_the_state_follows_from_probes_and_requests(events: str, expected: State) -> None:
     replica = up()
     for event in events.split():
@@ -102,9 +95,7 @@ async def test_a_process_that_connects_or_sends_a_byte_has_not_died() -> None:
     assert await died(url)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_local"), [(OSError(errno.EMFILE, "Too many open files"), True), (socket.gaierror(-3, "no"), False)]
-)
+@pytest.mark.parametrize(("error", "is_local"), cases(__file__, "failures of a router", errno=errno, socket=socket))
 def test_the_routers_failure_kills_no_replica(error: OSError, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", Mock(side_effect=error))
     with pytest.raises(ConnectFailed) as failure:

@@ -102,9 +102,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica() -> N
         assert roles == {prefill.url: "prefill", decode.url: "decode"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "settings", "is_split"), table(__file__, "split", CHAT=CHAT, COMPLETIONS=COMPLETIONS, LONG=LONG)
-)
+@pytest.mark.parametrize(("path", "body", "settings", "is_split"), table(__file__, "split", **globals()))
 def test_only_long_prompts_of_which_not_every_position_is_needed_are_split(
     path: str, body: Any, settings: dict[str, int], is_split: bool
 ) -> None:
@@ -198,12 +196,9 @@ def test_when_the_decode_replica_fails_both_are_asked_anew(broken: Answer) -> No
         assert router.counts("prefills") == {"dropped": 2}
 
 
-ANSWERS = vars(router_stub) | {"if_alone": if_alone, "refuse": refuse, "REFUSAL": REFUSAL}
-
-
 @pytest.mark.parametrize(
     ("failure", "prefill", "decode", "code", "body", "counts"),
-    cases(__file__, "failures of split requests", **ANSWERS),
+    cases(__file__, "failures of split requests", **vars(router_stub) | globals()),
 )
 def test_each_kind_of_failure_has_its_answer(
     failure: str, prefill: Answer, decode: Answer | None, code: int, body: bytes, counts: dict[str, int]

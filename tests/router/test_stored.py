@@ -60,9 +60,7 @@ def test_a_response_that_no_replica_has_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("body", [None, {"input": "x", "previous_response_id": "resp_1"}])
-@pytest.mark.parametrize(
-    ("fault", "expected"), [("draining", 503), ("down", 503), ("error", 503), ("break", 503), ("key", 401)]
-)
+@pytest.mark.parametrize(("fault", "expected"), cases(__file__, "faults of the replica that stores"))
 def test_an_unavailable_replicas_response_is_not_lost(fault: str, expected: int, body: dict[str, str] | None) -> None:
     answers = {"error": whole(b"{}", b"500 Error"), "key": whole(b"{}", b"401 Unauthorized"), "break": None}
     with two() as (first, second, router):

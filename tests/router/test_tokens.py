@@ -183,9 +183,7 @@ def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer
     assert text_digest(*texts[1]) == text_digest(byte_tokenizer(), line_template())
 
 
-@pytest.mark.parametrize(
-    "form", [b"", b"\x01", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}\x01", b"\x03\x00\x00\x00{}"]
-)
+@pytest.mark.parametrize("form", table(__file__, "binary forms"))
 def test_a_binary_form_of_the_wrong_size_is_refused(form: bytes) -> None:
     with pytest.raises(HttpError) as refusal:
         token_form.unpack(form)

@@ -37,13 +37,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from penstock.executor.kernels import card as card_module  # noqa: E402
 from penstock.executor.kernels.card import Card  # noqa: E402
-from penstock.executor.kernels.cuda import (  # noqa: E402
-    adapter_products,
-    few_rows,
-    linear_products,
-    rows,
-    step_inputs,
-)
+from penstock.executor.kernels.cuda import adapter_products, few_rows, linear_products, rows, step_inputs  # noqa: E402
 from penstock.executor.kernels.cuda import launch as launching  # noqa: E402
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
 from tests.support import cards, refusals  # noqa: E402

@@ -73,6 +73,4 @@ class Core(CoreRig):
 
 
 # Forms for random requests, and patterns of their complete answers.
-FORMS: list[tuple[StructuredOutputs, re.Pattern[str]]] = cases(
-    __file__, "forms", StructuredOutputs=StructuredOutputs, re=re
-)
+FORMS: list[tuple[StructuredOutputs, re.Pattern[str]]] = cases(__file__, "forms", **globals())

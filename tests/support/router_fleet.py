@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any, TextIO
 
 import httpx
@@ -173,11 +174,9 @@ def stub_fleet(*answers: Answer, **settings: Any) -> Iterator[tuple[RunningRoute
 
 @contextlib.contextmanager
 def mock_fleet(
-    count: int, timeouts: Timeouts = QUICK, **pace: Any
+    count: int, probe_timeout_s: float = QUICK.probe_timeout_s, **pace: Any
 ) -> Iterator[tuple[RunningRouter, list[MockReplica]]]:
     """Run a router in front of so many mock replicas."""
-    with (
-        mock_replicas(count, **pace) as mocks,
-        running_router(*(each.url for each in mocks), timeouts=timeouts) as router,
-    ):
-        yield router, mocks
+    timeouts = replace(QUICK, probe_timeout_s=probe_timeout_s)
+    with mock_replicas(count, **pace) as mocks, contextlib.ExitStack() as stack:
+        yield stack.enter_context(running_router(*(each.url for each in mocks), timeouts=timeouts)), mocks

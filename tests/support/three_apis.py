@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running
 
 Json = dict[str, Any]
@@ -210,32 +211,4 @@ class Api(NamedTuple):
 
 HI = [{"role": "user", "content": "Hi, how is the weather?"}]
 SCHEMA: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-APIS = {
-    "chat": Api(
-        "/v1/chat/completions",
-        "messages",
-        "max_tokens",
-        {"stream": True, "stream_options": {"include_usage": True}},
-        whole_chat,
-        streamed_chat,
-        lambda name, schema: tool(name=name, parameters=schema),
-    ),
-    "responses": Api(
-        "/v1/responses",
-        "input",
-        "max_output_tokens",
-        {"stream": True},
-        whole_response,
-        streamed_response,
-        lambda name, schema: {"type": "function", "name": name, "parameters": schema},
-    ),
-    "messages": Api(
-        "/v1/messages",
-        "messages",
-        "max_tokens",
-        {"stream": True},
-        whole_message,
-        streamed_message,
-        lambda name, schema: {"name": name, "input_schema": schema},
-    ),
-}
+APIS: dict[str, Api] = dict(cases(__file__, "APIs", **globals()))

@@ -293,11 +293,9 @@ ROLE, END = delta(role="assistant", content=""), delta("stop")
 COUNTS = {"prompt_tokens": 7, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
 USAGE = {"choices": [], "usage": COUNTS}
 WITHOUT_CACHE = {"choices": [], "usage": COUNTS | {"prompt_tokens_details": None}}
-NAMES: dict[str, Any] = {"pytest": pytest, "text": text, "delta": delta, "ROLE": ROLE, "END": END}
-NAMES |= {"USAGE": USAGE, "WITHOUT_CACHE": WITHOUT_CACHE}
 
 
-@pytest.mark.parametrize(("events", "answer", "times_s", "counts"), cases(__file__, "answers", **NAMES))
+@pytest.mark.parametrize(("events", "answer", "times_s", "counts"), cases(__file__, "answers", **globals()))
 def test_an_answer_is_timed_from_its_first_token_to_its_last(
     events: list[Any], answer: str, times_s: tuple[float, list[float], float], counts: tuple[int, int, int]
 ) -> None:
@@ -307,7 +305,7 @@ def test_an_answer_is_timed_from_its_first_token_to_its_last(
     assert (outcome.prompt_len, outcome.output_len, outcome.num_cached) == counts
 
 
-@pytest.mark.parametrize(("events", "error"), cases(__file__, "ends of streams", **NAMES))
+@pytest.mark.parametrize(("events", "error"), cases(__file__, "ends of streams", **globals()))
 def test_a_stream_with_an_error_or_without_its_end_is_a_failure(events: list[Any], error: str) -> None:
     assert reply_to(*events).error.partition(" (")[0] == error
 

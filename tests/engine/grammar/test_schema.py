@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from penstock.engine import sampling_params
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.core.grammars import GrammarRefused
 from penstock.engine.grammar.compiler import Compiler
@@ -18,13 +19,7 @@ from penstock.engine.grammar.json_schema import prepared
 from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import ExactEncoder, GrammarVocabulary, _another
 from penstock.engine.invalid_request import InvalidRequest
-from penstock.engine.sampling_params import (
-    MAX_CHOICES,
-    MAX_GRAMMAR_CHARS,
-    MAX_GRAMMAR_DEPTH,
-    SamplingParams,
-    StructuredOutputs,
-)
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Sampling
 from tests.support import text_samples as samples
@@ -82,11 +77,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-NAMES: dict[str, Any] = {"nested": nested, "MAX_CHOICES": MAX_CHOICES}
-NAMES |= {"MAX_GRAMMAR_CHARS": MAX_GRAMMAR_CHARS, "MAX_GRAMMAR_DEPTH": MAX_GRAMMAR_DEPTH}
-
-
-@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", **NAMES))
+@pytest.mark.parametrize(("form", "field", "words"), table(__file__, "sources", **vars(sampling_params) | globals()))
 def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         outputs = StructuredOutputs(**form)
@@ -95,7 +86,7 @@ def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("fields", cases(__file__, "one form", **NAMES))
+@pytest.mark.parametrize("fields", cases(__file__, "one form", **vars(sampling_params) | globals()))
 def test_one_form_is_accepted_and_survives_the_wire(fields: dict[str, Any]) -> None:
     outputs = StructuredOutputs(**fields)
     SamplingParams(structured_outputs=outputs).check(100)

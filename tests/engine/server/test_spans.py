@@ -143,9 +143,7 @@ def test_the_sdks_environment_variables_are_obeyed(collector: Collector, monkeyp
     assert collector.headers[0]["authorization"] == "Bearer token" and collector.headers[0]["x-tenant"] == "7"
 
 
-@pytest.mark.parametrize(
-    ("headers", "joins"), table(__file__, "traceparents", PARENT=PARENT, TRACE=TRACE, TRACEPARENT=TRACEPARENT)
-)
+@pytest.mark.parametrize(("headers", "joins"), table(__file__, "traceparents", **globals()))
 def test_a_valid_traceparent_is_joined_and_another_begins_a_trace(headers: list[str], joins: bool) -> None:
     spans = tracing.Tracing(Telemetry(otlp_traces_endpoint="http://127.0.0.1:9"), "penstock")
     trace = spans.begin([(b"traceparent", header.encode()) for header in headers], "POST", 0.0)

@@ -40,10 +40,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield started
 
 
-@pytest.mark.parametrize(
-    ("fields", "outputs"),
-    cases(__file__, "grammars", StructuredOutputs=StructuredOutputs, FORMAT=FORMAT, SCHEMA=ONE_OF_THREE),
-)
+@pytest.mark.parametrize(("fields", "outputs"), cases(__file__, "grammars", **globals()))
 def test_both_routes_pass_on_the_grammar(server: Running, fields: dict[str, Any], outputs: StructuredOutputs) -> None:
     for send in (server.complete, server.chat):
         assert send(max_tokens=2, **fields).status_code == 200

@@ -23,16 +23,15 @@ from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, afte
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
+from tests.support import chat_samples
 from tests.support.call_writers import FORMS, WRITERS
-from tests.support.chat_samples import CHATML, HARMONY, LLAMA3, QWEN3
+from tests.support.chat_samples import CHATML, HARMONY, QWEN3
 from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, CLOCK, FORMATS, SPECIAL, WEATHER, AnswerGrammar, calls_of
 from tests.support.tool_samples import read_with as read
 
 
-@pytest.mark.parametrize(
-    ("source", "has_tools", "name"), cases(__file__, "templates", CHATML=CHATML, QWEN3=QWEN3, LLAMA3=LLAMA3)
-)
+@pytest.mark.parametrize(("source", "has_tools", "name"), cases(__file__, "templates", **vars(chat_samples)))
 def test_the_format_is_found_in_the_template(source: str, has_tools: bool, name: str | None) -> None:
     form = detect(source, has_tools, False)
     assert (form and form.name) == name

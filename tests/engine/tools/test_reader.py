@@ -9,7 +9,7 @@ from penstock.engine.text.tools.answer_reader import MAX_FALSE, AnswerReader
 from penstock.engine.text.tools.reader import MAX_CALLS, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.tool_samples import (
     BROKEN,
     CALL,
@@ -158,10 +158,7 @@ def test_calls_and_false_beginnings_are_bounded() -> None:
 
 # Every character costs a bounded number of steps: twice the text may cost twice as many calls into the reader's parts,
 # however nasty it is. Times are for benchmarks; these texts only have to come back whole.
-@pytest.mark.parametrize(
-    "unit",
-    ["<tool_call>", "<", "<tool_call>{", HEAD, HEAD + '{"a": [', "{", "[", "[]", "[1],", '"', '""', '"",', "\\", " "],
-)
+@pytest.mark.parametrize("unit", cases(__file__, "pieces of a hostile megabyte", HEAD=HEAD))
 @pytest.mark.parametrize("before", hardest(["", HEAD + '{"a": [', HEAD + '{"a": "'], HEAD + '{"a": ['))
 def test_a_hostile_megabyte_comes_back_whole(unit: str, before: str) -> None:
     text = before + unit * (1_000_000 // len(unit))
