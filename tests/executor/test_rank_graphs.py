@@ -13,15 +13,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate, Sampling, Step, StepResult
 from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_builder import build_rank
+from penstock.executor.ranks.worker import _backend
 from penstock.executor.step.runner import LaunchedStep
 from tests.executor.test_digests import meeting_of
-from tests.executor.test_graphs import PROMPTS, SMALL, Recorder, pretend_a_gpu
-from tests.support.checkpoints import config_of
+from tests.executor.test_graphs import DEVICES, PROMPTS, SMALL, Recorder, open_small, pretend_a_gpu
+from tests.support.checkpoints import config_of, executor_of
 from tests.support.driver import Driver
 from tests.support.small_models import greedy
 
@@ -126,6 +128,25 @@ def test_experts_move_beneath_captured_graphs(open_ranks: Callable[..., tuple[Th
     assert last.num_rebalances >= 2 and last.num_moved > 0 and last.num_aborted == 0
     replays = [recorder.replays for recorder in recorders]
     assert replays[0] == replays[1] and sum(replays[0]) >= 60
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_holds_the_collectives_of_a_group_of_one(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A rank alone launches none, so this one is connected to itself, over NCCL on a GPU. What it sums
+    comes out of a collective, which on a GPU only graphs launch."""
+    where = torch.device("cpu" if device == "pretended" else device)
+    group = RankGroup(device=where, is_ordered=True)
+    group._backend = itself = Mock(wraps=_backend(HashStore(), 0, 1, "127.0.0.1", where))
+    monkeypatch.setattr("penstock.executor.uniproc.RankGroup", lambda: group)
+    if device == "pretended":
+        executor = open_small(monkeypatch, recorder=Recorder(), chunks=(16,))
+    else:
+        executor = executor_of("qwen3", **SMALL, device=device)
+    num_captured = itself.allgather.call_count
+    driver = Driver(executor)
+    assert driver.generate(*map(driver.admit, PROMPTS), count=9) == [greedy("qwen3", each, 9)[0] for each in PROMPTS]
+    assert itself.allgather.call_count == num_captured > 0 or device == "pretended"
+    executor.close()
 
 
 def test_collectives_run_in_the_order_of_the_stream() -> None:
