@@ -40,6 +40,11 @@ class Attention(NamedTuple):
     split: int  # positions that are summed together; 0: whatever fills the GPU
 
 
+def constants_of(shape: AttentionShape, pages: Tensor, split: int, tile: Tile) -> dict[str, Any]:
+    """Return the launch options and constants of both kernels."""
+    return {"SHAPE": shape, "PAGES": layout_of(pages), "SPLIT": split, "AHEAD": tile.num_stages > 2, **tile.constants()}
+
+
 def paged_attention(
     q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, extras: ScoreExtras = NO_EXTRAS, is_fixed: bool = False
 ) -> Tensor:
@@ -98,11 +103,7 @@ def decode(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
     kernels._decode[(tiles, programs, rows)](
         *(q, k_pages, v_pages, sinks, batch.block_tables, batch.context_lens, out),
         *(partial_sums, arrivals, batch.block_tables.stride(0), *scaling, even_splits, parts),
-        SHAPE=shape,
-        PAGES=layout_of(k_pages),
-        SPLIT=split,
-        AHEAD=tile.num_stages > 2,
-        **tile.constants(),
+        **constants_of(shape, k_pages, split, tile),
     )
 
 
@@ -127,9 +128,5 @@ def prefill(batch: ForwardBatch, attention: Attention, tile: Tile) -> None:
         *(q, k_pages, v_pages, k_pages, sinks, batch.block_tables, starts, contexts),
         *(starts, counts, out, batch.block_tables.stride(0), *scaling),
         *(0, batch.num_single_rows, num_rows, 0),
-        SHAPE=shape,
-        PAGES=layout_of(k_pages),
-        SPLIT=split,
-        AHEAD=tile.num_stages > 2,
-        **tile.constants(),
+        **constants_of(shape, k_pages, split, tile),
     )

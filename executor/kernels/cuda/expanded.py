@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda import attention_kernels as kernels
 from penstock.executor.kernels.cuda.attention_kernels import AttentionShape
+from penstock.executor.kernels.cuda.attention_ops import constants_of
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_numbers, page_offsets
 from penstock.executor.kernels.cuda.softmax import LOG2_E
@@ -102,11 +103,7 @@ def _attend(q, latents, expanded, key_starts, batch, first_row, piece, scale, ou
         *(q, expanded, expanded, latents, q, batch.block_tables, batch.query_starts, batch.context_lens, key_starts),
         *(batch.query_starts, out, batch.block_tables.stride(0), scale * LOG2_E, 0.0, 0),
         *(first_row, first_row + piece.first, piece.end - piece.first, piece.first_head),
-        SHAPE=shape,
-        PAGES=layout_of(latents),
-        SPLIT=0,
-        AHEAD=tile.num_stages > 2,
-        **tile.constants(),
+        **constants_of(shape, latents, 0, tile),
     )
 
 

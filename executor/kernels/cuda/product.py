@@ -113,26 +113,22 @@ def multiply(
         *((codes, codes) if order is None else order),
         len(values),
         *(0 if part is None else part.stride(1) for part in (x_scales, y_scales)),
-        SPEC=_with_layout(spec, weight, tile),
+        SPEC=_with_layout(spec, weight, tile.rows),
         **tile.constants(),
     )
 
 
 def codes_spec(weight: Weight) -> ProductSpec | None:
     """Return the spec of products with FP8 blocks or packed codes, without gates and tiles; None for other weights."""
-    (width, depth), (form, _, scales, zeros, *_) = weight.shape, weight
-    if scales is not None and form is BLOCKS:
-        sizes = width, width, depth, BLOCK, BLOCK, depth, False
-        return ProductSpec(*sizes, kind="blocks", group=BLOCK, scales_stride=scales.stride(-2))
-    if scales is None or not isinstance(form, Packed):
+    if weight.format is not BLOCKS and not isinstance(weight.format, Packed):
         return None
-    per_byte = 8 // form.bits
-    sizes = width, width, depth, per_byte * form.half, form.half, depth, zeros is not None
-    return ProductSpec(*sizes, kind="groups", per_byte=per_byte, group=depth // len(scales))
+    width, depth = weight.shape
+    sizes = width, width, depth, BLOCK, BLOCK, depth, weight.zeros is not None
+    return _with_layout(ProductSpec(*sizes, group=BLOCK), weight)
 
 
-def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
-    """Add the layout of codes and scales."""
+def _with_layout(spec: ProductSpec, weight: Weight, rows: int = 0) -> ProductSpec:
+    """Add the layout of codes and scales; `rows` are those of a tile."""
     form, codes, scales = weight[:3]
     if scales is not None:
         spec = spec._replace(expert_scales=scales.numel() // len(codes) if codes.dim() == 3 else 0)
@@ -141,7 +137,7 @@ def _with_layout(spec: ProductSpec, weight: Weight, tile: Tile) -> ProductSpec:
         assert not spec.has_gate or spec.width % BLOCK == 0
         spec = spec._replace(kind="blocks", scales_stride=scales.stride(-2))
     elif form is MXFP4:
-        step = MXFP4_STEP if spec.step == 64 and tile.rows <= MAX_SCALED_ROWS.value else spec.step
+        step = MXFP4_STEP if spec.step == 64 and rows <= MAX_SCALED_ROWS.value else spec.step
         spec = spec._replace(kind="mxfp4", per_byte=2, half=MXFP4_BLOCK // 2, step=step)
     elif isinstance(form, Packed):
         assert scales is not None
