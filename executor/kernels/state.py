@@ -35,13 +35,8 @@ class PackedStep(NamedTuple):
         return HEADER + 1 + 4 * rows
 
     @property
-    def num_real(self) -> Tensor:
-        """Return the number of rows that are not padding, without dimensions."""
-        return self.values[0]
-
-    @property
     def row_counts(self) -> Tensor:
-        """Return the numbers of rows, of those with one token, and of the others, [4]."""
+        """Return the numbers of rows that are not padding, of those with one token, and of the others, [4]."""
         return self.values[:HEADER]
 
     @property

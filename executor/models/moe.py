@@ -197,15 +197,14 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Callable[...,
     kinds = [{linear.kind for linear in each} for each in layers]
     if ops.fused_experts is None or any(len(each) != 1 or None in each for each in kinds):
         return None, 0
-    has_biases = any(linear.bias is not None for each in layers for linear in each)
-    pieces = [] if shared is None or has_biases else _cut(shared, slots[0])
+    biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
+    pieces = [] if shared is None or any(biases) else _cut(shared, slots[0])
     up, down = (
         stack([*(linear.weights[0] for linear in each), *more])
         for each, more in zip(layers, ([piece[at] for piece in pieces] for at in (0, 1)), strict=True)
     )
-    biases = [[linear.bias for linear in each if linear.bias is not None] for each in layers]
-    up_bias, down_bias = (stack_tensors(each) if each else None for each in biases)
-    return partial(ops.fused_experts, gate_up=up, down=down, biases=(up_bias, down_bias)), len(pieces)
+    stacked = tuple(stack_tensors(each) if each else None for each in biases)
+    return partial(ops.fused_experts, gate_up=up, down=down, biases=stacked), len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[tuple[Weight, Weight]]:

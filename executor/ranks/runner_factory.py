@@ -71,19 +71,17 @@ class RunnerFactory:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             tokens = self.graph_tokens(loaded)
             graphs = StepGraphs(inputs, model, pages, ops, rows, tokens, CudaGraphs, group, adapters, drafts)
-        transfers, rebalancer = self.transfers, self.rebalancer
-        return ModelRunner(
-            model, pages, sampler, inputs, device, group, transfers, rebalancer, graphs, adapters, drafts
-        )
+        parts = self.transfers, self.rebalancer, graphs, adapters, drafts
+        return ModelRunner(model, pages, sampler, inputs, device, group, *parts)
 
     def capture(self, runner: ModelRunner) -> int:
         """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""
-        if not self.graph_rows:
+        if runner.graphs is None:
             return 0
         started_s, meter, progress = time.monotonic(), self.settings.meter, self.settings.progress
         assert meter is not None
         before = meter.reserved()
-        runner.capture_graphs(progress)
+        runner.graphs.capture(progress)
         num_bytes = meter.reserved() - before
         progress(f"Graphs captured in {time.monotonic() - started_s:.1f} s; they take {num_bytes / 2**20:,.0f} MiB")
         if num_bytes > self.graph_bytes:

@@ -70,7 +70,7 @@ class Sampler:
     ) -> None:
         """Without `ops`, a CPU samples."""
         self._vocab_size, self._device = vocab_size, device
-        self._seen = TokenCounts(max_num_seqs, vocab_size, device)
+        self.seen = TokenCounts(max_num_seqs, vocab_size, device)
         stride = -(-vocab_size // BLOCK) * BLOCK
         part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * stride)))
         self._edited = torch.zeros(part_rows, stride, device=device)
@@ -80,16 +80,12 @@ class Sampler:
     def admit(self, request: Admission, tokens: np.ndarray) -> None:
         """Count the tokens of a request in its slot. tokens [n] int32: those of the admission."""
         if is_penalized(request.sampling):
-            self._seen.admit(request.slot, tokens, request.num_prompt)
-
-    def allocate_counts(self) -> None:
-        """Allocate now what the first request with penalties would allocate, so that it can be measured."""
-        self._seen.allocate()
+            self.seen.admit(request.slot, tokens, request.num_prompt)
 
     def extend(self, request: Admission, tokens: tuple[int, ...]) -> None:
         """Count tokens of the request that were not sampled."""
         if is_penalized(request.sampling):
-            self._seen.extend(request.slot, tokens)
+            self.seen.extend(request.slot, tokens)
 
     def start(
         self,
@@ -118,7 +114,7 @@ class Sampler:
             values = self._edited[: len(part.rows)]
             own = values[:, : self._vocab_size]
             own.copy_(logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index])
-            part.edits.apply(values, positions[part.rows], self._seen, self.ops)
+            part.edits.apply(values, positions[part.rows], self.seen, self.ops)
             selected = options if len(part.rows) == len(logits) else [o.index_select(0, part.index) for o in options]
             chosen, top = self.ops.choose(own, *selected)
             edited.index_copy_(0, part.index, top)
@@ -127,7 +123,7 @@ class Sampler:
         if plan.parts:
             bounds, tokens = torch.stack([largest, edited]), torch.where(torch.isfinite(largest), tokens, 0)
         for part in plan.parts:
-            part.edits.count(tokens[part.index], self._seen)
+            part.edits.count(tokens[part.index], self.seen)
         logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
         return SampledTokens(tokens, bounds, logprobs)
 

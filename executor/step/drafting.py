@@ -70,9 +70,7 @@ class DraftModel:
 
     def _choose(self, states: Tensor) -> Tensor:
         logits = self._model.draft_logits(states)
-        tokens = (
-            torch.empty(len(states), dtype=torch.int64, device=states.device) if logits is None else logits.argmax(1)
-        )
+        tokens = states.new_empty(len(states), dtype=torch.int64) if logits is None else logits.argmax(1)
         return self._group.broadcast(tokens)
 
 

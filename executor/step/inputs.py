@@ -296,7 +296,7 @@ class DeviceInputs:
             return None
         packed = PackedStep(self._packed, rows)
         slots, starts, _ = packed.columns
-        is_real = torch.arange(rows, device=slots.device) < packed.num_real
+        is_real = torch.arange(rows, device=slots.device) < packed.row_counts[0]
         pages = self._state.states.index_select(0, torch.where(is_real, slots, 0))
         pages = torch.where(is_real[:, None, None], pages, 0)
         read, write = (pages[:, half].clone(memory_format=torch.contiguous_format) for half in range(2))

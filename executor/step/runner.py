@@ -98,7 +98,7 @@ class ModelRunner:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._graphs, self._adapters, self._drafts = graphs, adapters, drafts
+        self.graphs, self._adapters, self._drafts = graphs, adapters, drafts
         # Adapter numbers of the store, by slot.
         self._adapter_of = None if adapters is None else np.zeros(inputs.num_slots, dtype=np.int64)
         self._pooler, self._outbox = Pooler(), Outbox(device)
@@ -113,18 +113,14 @@ class ModelRunner:
         """The most drafts that a row may ask for."""
         return 0 if self._drafts is None else self._drafts.most
 
-    def capture_graphs(self, progress: Callable[[str], None]) -> None:
-        """Capture all graphs before the first step."""
-        assert self._graphs is not None
-        self._graphs.capture(progress)
-
     def close(self) -> None:
         """Release the pages after the last step; clearing the list also releases those who share it."""
         self._pages.clear()
 
     def allocate_counts(self) -> None:
+        """Allocate now what the first request with penalties would allocate, so that it can be measured."""
         if self._sampler is not None:
-            self._sampler.allocate_counts()
+            self._sampler.seen.allocate()
 
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
@@ -210,11 +206,11 @@ class ModelRunner:
         drafts = self._drafts if has_prompts or layout.drafts.any() else None
         adapter_numbers = None if self._adapter_of is None else self._adapter_of[layout.slots]
         adapter_numbers = None if adapter_numbers is None or not adapter_numbers.any() else adapter_numbers
-        if self._graphs is not None and not asks and (size := self._graphs.size_for(layout)):
-            self._graphs.forward(size, layout, adapter_numbers)
+        if self.graphs is not None and not asks and (size := self.graphs.size_for(layout)):
+            self.graphs.forward(size, layout, adapter_numbers)
             if drafts is not None:
-                launched.draft = partial(self._draft_by_graph, self._graphs, layout, launched)
-            self._sample_by_graph(self._graphs, size, layout, launched)
+                launched.draft = partial(self._draft_by_graph, self.graphs, layout, launched)
+            self._sample_by_graph(self.graphs, size, layout, launched)
             return
         last = layout.query_starts[1:] - 1
         output_indices = self._output_indices(layout) if asks else last[layout.samples]

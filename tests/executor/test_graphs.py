@@ -137,7 +137,7 @@ def test_graphs_give_the_tokens_of_transformers(
     else:
         executor = open_small(monkeypatch, case, None if is_eager else recorder, chunks=(4, 16))
     assert isinstance(executor._rank.runner._inputs, DeviceInputs)
-    assert (executor._rank.runner._graphs is None) == is_eager
+    assert (executor._rank.runner.graphs is None) == is_eager
     executor._rank.kv[1:].fill_(float("nan"))
     driver = Driver(executor)
     sequences = [driver.admit(PROMPTS[0])]
@@ -186,7 +186,7 @@ def test_steps_that_no_graph_of_prompts_takes_are_launched_one_by_one(monkeypatc
     prompt log-probabilities comes from graphs."""
     executor, recorder = open_small(monkeypatch, recorder=Recorder(), chunks=(4, 8, 128)), Recorder()
     several = [Layout([Row(slot, 0, 2, True) for slot in range(count)]) for count in (8, 32, 33)]
-    captured = executor._rank.runner._graphs
+    captured = executor._rank.runner.graphs
     assert captured and [captured.size_for(layout) is not None for layout in several] == [True, True, False]
     executor = open_small(monkeypatch, recorder=recorder, chunks=(4, 8))
     driver = Driver(executor)
@@ -305,7 +305,7 @@ def test_all_buckets_are_captured_at_the_start_the_largest_first(monkeypatch: py
 @pytest.mark.parametrize(("case", "takes_drafts"), [("qwen3", True), ("lfm2", False)])
 def test_graphs_take_only_rows_of_one_token(case: str, takes_drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recurrent state goes through one row after the other, so that drafts cannot be rows of a graph."""
-    graphs = open_small(monkeypatch, case, Recorder())._rank.runner._graphs
+    graphs = open_small(monkeypatch, case, Recorder())._rank.runner.graphs
     assert graphs is not None
     several = [Row(slot, 3, 1, True) for slot in range(7)]
     drafted = [Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)]

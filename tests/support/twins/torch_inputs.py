@@ -19,7 +19,7 @@ def prepare(
     step = PackedStep(packed, rows)
     starts = step.query_starts
     row = torch.arange(rows, device=packed.device)
-    is_real = row < step.num_real
+    is_real = row < step.row_counts[0]
     slot, first, write_from = step.columns.long()
     slot, counts = torch.where(is_real, slot, 0), starts.diff().long()
     contexts = torch.where(is_real, first + counts, 0)
