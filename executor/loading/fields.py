@@ -15,19 +15,8 @@ from penstock.executor.regular_files import read_regular
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model with a trillion weights takes 10 MB
 MISSING = object()  # the default of a field that must have a value
-_LIMITS = {
-    "vocab_size": 2**22,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "ffn_dim": 2**20,
-    "num_hidden_layers": 1024,
-    "num_nextn_predict_layers": 1024,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 1024,
-    "max_position_embeddings": 2**27,
-    "sliding_window": 2**27,
-}
+# The largest integers by field; 2^31 - 1 for all others.
+_LIMITS = msgspec.json.decode(Path(__file__).with_name("field_limits.json").read_bytes(), type=dict[str, int])
 
 
 class Fields:
