@@ -45,12 +45,9 @@ class Rank:
         return self.loaded.adapters
 
     def replace_runner(self) -> None:
-        """Open a runner over the current weights and blocks; `capture_graphs` then captures its graphs."""
+        """Open a runner over the current weights and blocks; `RunnerFactory.capture` then captures its graphs."""
         self.close_runner()  # frees its memory before another runner takes as much
         self.open_runner = self.runner_factory.open(self.loaded, self.kv, self.info.max_model_len)
-
-    def capture_graphs(self) -> None:
-        self.runner_factory.capture(self.runner)
 
     def close_runner(self) -> None:
         if self.open_runner is not None:

@@ -48,7 +48,7 @@ class WeightsLifecycle:
         rank.info = msgspec.structs.replace(rank.info, fingerprint=rank.loaded.fingerprint)
         if rank.open_runner is not None:
             rank.replace_runner()
-            rank.capture_graphs()
+            rank.runner_factory.capture(rank.runner)
 
     def drop(self) -> None:
         """Discard the prepared weights."""
@@ -83,7 +83,7 @@ class WeightsLifecycle:
                 rank.allocate_blocks()
                 rank.replace_runner()
             with self._agreement("CUDA graphs"):
-                rank.capture_graphs()
+                rank.runner_factory.capture(rank.runner)
         except WeightsError as error:
             rank.close_runner()
             rank.free_blocks()

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from penstock.executor.kernels.lora import LoraSlots
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError, Sampling, WeightsError
-from penstock.executor.ranks.rank import Rank
 from penstock.executor.ranks.rank_settings import RankSettings
+from penstock.executor.ranks.runner_factory import RunnerFactory
 from penstock.executor.ranks.wire import MessageKind
 from penstock.executor.ranks.worker import Finisher
 from penstock.executor.shared_tensors import SharedTensors
@@ -273,7 +273,7 @@ def test_a_rank_sleeps_on_when_its_graphs_cannot_be_captured(error: Exception, m
     executor.sleep(1)
     with monkeypatch.context() as patch:
         patch.setattr(RankSettings, "is_on_gpu", True)
-        patch.setattr(Rank, "capture_graphs", mock.Mock(side_effect=error))
+        patch.setattr(RunnerFactory, "capture", mock.Mock(side_effect=error))
         for _ in range(2):
             with pytest.raises(WeightsError, match=r"wake_up: .*memory"):
                 executor.wake(["kv_cache"])

@@ -64,29 +64,22 @@ def expanded_attention(
     for piece in pieces(contexts, num_heads, width, PIECE_ELEMENTS):
         first, end = first_row + piece.first, first_row + piece.end
         if first != row:  # otherwise the piece has other heads of the same latents
-            row = first
+            row, rows = first, end - first
             starts = F.pad(batch.context_lens[first:end].cumsum(0, dtype=torch.int32), (1, 0))
-            gathered = _gather(q, latents, batch.block_tables, first, starts, piece.positions, rope_dim, rank)
+            gathered = torch.empty((piece.positions, rank), dtype=q.dtype, device=q.device)
+            # Every row may end with a partially filled tile.
+            _gather_latents[(piece.positions // GATHERED_ROWS.value + rows,)](
+                *(latents, batch.block_tables, starts, gathered),
+                *(batch.block_tables.stride(0), first, rows),
+                ROPE=rope_dim,
+                RANK=rank,
+                PAGES=layout_of(latents),
+                num_warps=4,
+            )
         heads = slice(piece.first_head, piece.end_head)
         expanded = F.linear(gathered, expand[heads].flatten(0, 1))  # [positions, heads * (nope + value)]
         _attend(q, latents, expanded, starts, batch, first_row, piece, scale, out)
     return out
-
-
-def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: int, rank: int) -> Tensor:
-    """Gather the latents of the rows from `first` on to [positions, rank]; `starts` [rows + 1] holds their offsets."""
-    gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
-    rows = len(starts) - 1
-    # Every row may end with a partially filled tile.
-    _gather_latents[(positions // GATHERED_ROWS.value + rows,)](
-        *(latents, tables, starts, gathered),
-        *(tables.stride(0), first, rows),
-        ROPE=rope_dim,
-        RANK=rank,
-        PAGES=layout_of(latents),
-        num_warps=4,
-    )
-    return gathered
 
 
 def _attend(q, latents, expanded, key_starts, batch, first_row, piece, scale, out) -> None:
@@ -120,6 +113,7 @@ def _gather_latents(
     RANK: tl.constexpr,
     PAGES: tl.constexpr,
 ):
+    """Gather the latents of the rows from `first_row` on; `starts` [rows + 1] holds their offsets."""
     row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, GATHERED_ROWS)
     start = tl.load(starts_ptr + row)
     position = tile * GATHERED_ROWS + tl.arange(0, GATHERED_ROWS)
