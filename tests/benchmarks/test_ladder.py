@@ -118,11 +118,7 @@ def test_a_rung_is_run_once_unless_it_is_requested_again(monkeypatch: pytest.Mon
     assert lines[1]["wrong"] == ["a figure"] and lines[1]["skipped"] == {"another": "no tool"}
     record = tmp_path / "ladder.jsonl"
     record.write_text(record.read_text() + '{"rung": 2, "name"\n')  # the machine was taken away here
-    for code, num_started, options in (
-        (1, 3, ["1-2,6"]),
-        (0, 4, ["1", "--again"]),
-        (0, 5, ["1", "--device", "cpu", "--tiny"]),  # the line of the device is not one of a rehearsal
-    ):
+    for code, num_started, options in cases(__file__, "further ladders"):
         monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", *options])
         assert ladder.main() == code and len(started) == num_started
     assert started == ["device_part", "kernel_part", "twin_part", "device_part", "device_part"]
@@ -172,13 +168,7 @@ def test_a_tests_outcome_is_read_with_and_without_xdist(line: str, expected: tup
 
 def test_only_packages_that_a_machine_lacks_are_unpacked(tmp_path: Path) -> None:
     here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    wheels = {
-        f"lacking-1.0-{here}-{here}-manylinux_2_17_x86_64.whl": "lacking.py",
-        "lacking_too-1.0-cp39-abi3-manylinux_2_31_x86_64.whl": "lacking_too.py",
-        "other_python-1.0-cp27-cp27mu-manylinux1_x86_64.whl": "other_python.py",
-        "pytest-99.0-py3-none-any.whl": "pytest.py",
-    }
-    for name, module in wheels.items():
+    for name, module in cases(__file__, "wheels of a machine", here=here):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr(module, "")
     unpacked = []
@@ -243,9 +233,7 @@ def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "limit_s", "expected"), [("absent", 600, "KeyError: 'absent'"), ("qwen3-8b", 0.2, "its 0 s were over")]
-)
+@pytest.mark.parametrize(("model", "limit_s", "expected"), cases(__file__, "parts without a result"))
 def test_a_part_that_fails_or_is_late_says_so(model: str, limit_s: float, expected: str) -> None:
     assert run_part("model_part", JOB | {"models": [model]}, limit_s) == ({}, expected)
 

@@ -246,8 +246,7 @@ def test_what_a_scan_has_found_is_kept_by_a_close_that_follows_at_once(tmp_path:
     (index,) = tmp_path.rglob("index")
     index.unlink()
     with Rig(tmp_path, cells=16) as rig:
-        while rig.tier.stats()["scan_left"]:
-            time.sleep(0.001)
+        rig.finish_scan()
     with Rig(tmp_path, cells=16) as rig:
         assert rig.tier.stats()["scan_left"] == 0 and rig.hits(*range(8)) == 8
 

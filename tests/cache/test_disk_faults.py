@@ -15,7 +15,7 @@ from penstock.cache.tiers.health import FailureLog, HealthLimits, TierHealth
 from tests.support.disk_faults import ERRORS, Fault, FaultyCalls
 from tests.support.disk_rig import CHUNK, Rig, key_of
 from tests.support.programs import open_files
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 
 QUICK = DiskLimits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05))
 # Where no call hangs: a busy machine is not taken for a disk that does, which ends a life before its last calls.
@@ -74,13 +74,7 @@ def test_after_any_failed_call_the_tier_serves_nothing_wrong(tmp_path: Path, fau
 
 @pytest.mark.parametrize("seed", hardest(range(6), 0, 4))
 def test_a_disk_that_fails_now_and_then_is_survived_without_a_leak(tmp_path: Path, seed: int) -> None:
-    everything = [
-        *(Fault(error=error, probability=0.02) for error in ERRORS),
-        Fault(points=("writev", "readv"), short=True, probability=0.05),
-        Fault(points=("readv",), flip=True, probability=0.1),
-        Fault(delay_s=0.002, probability=0.1),
-    ]
-    calls = FaultyCalls(*everything, seed=seed)
+    calls = FaultyCalls(*cases(__file__, "faults now and then", Fault=Fault, errno=errno), seed=seed)
     calls.is_on = False
     with open_with(tmp_path, calls) as rig:
         calls.is_on = True

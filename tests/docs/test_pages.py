@@ -24,6 +24,7 @@ from penstock.router import serve as route
 from tests.docs.configuration import PAGE, page, parsers
 from tests.support.default_file import default_file, needs_model
 from tests.support.programs import Command, printed
+from tests.support.refusals import cases
 from tests.support.serve_options import check_serve
 from tests.support.small_models import SIZES, random_model
 from tests.support.text_samples import byte_level
@@ -31,10 +32,7 @@ from tests.support.text_samples import byte_level
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
-FOLDERS = (
-    *("engine", "executor", "cache", "router", "eplb", "prove"),
-    *("csrc", "src", "tests", "benchmarks", "deploy", "docs"),
-)
+FOLDERS: list[str] = cases(__file__, "folders that pages name")
 FILE = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w/.]+\.\w+)")
 BARE_FILE = re.compile(r"`([\w-]+\.(?:py|c|h|js|json|md))`")
 CLASS = re.compile(r"(?<![…\w])[A-Z][a-z\d]+[A-Z]\w*")
@@ -137,10 +135,7 @@ def test_a_failed_start_prints_the_message_on_the_page(
 PROGRAM = re.compile(r"(?:\w+=\S+ +)*(?:\S*/)?([\w-]+)")
 # Pages that explain how a part works; every other page is about a task.
 INTERNALS = {"architecture.md", "block-keys.md", "caches.md", "configuration.md", "glossary.md", "ring.md"}
-OTHERS = {
-    *("apt-get", "cd", "docker", "export", "git", "grep", "lm_eval", "llama-server", "pip", "printf", "ray", "serve"),
-    *("some-other-server", "uv", "vllm"),
-}
+OTHERS = {*cases(__file__, "programs that pages run")}
 TARGETS = set(re.findall(r"^\.PHONY:(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
 CHECKS: dict[str, Callable[[argparse.Namespace], object]] = {
     "penstock serve": check_serve,

@@ -7,20 +7,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from penstock.executor.protocol import (
-    STEP_DEADLINE_S,
-    AdapterError,
-    AdapterInfo,
-    Row,
-    Step,
-    StepResult,
-    TransferResult,
-    step_deadline_s,
-)
+from penstock.executor import protocol
+from penstock.executor.protocol import AdapterError, AdapterInfo, Row, Step, StepResult, TransferResult, step_deadline_s
 from penstock.executor.ranks import ranked
 from penstock.executor.ranks.wire import Done, MessageKind, ModelLoaded, RankAnswer
 from penstock.executor.step.runner import LaunchedStep, ModelRunner
 from tests.support.fake_engine import INFO
+from tests.support.refusals import cases, table
 
 
 class Ranks:
@@ -58,7 +51,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    ("device", "num_tokens", "deadline_s"), [("cpu", 1, STEP_DEADLINE_S + 0.5), ("cuda", 20_000, 120.0)]
+    ("device", "num_tokens", "deadline_s"), cases(__file__, "deadlines of steps", **vars(protocol))
 )
 def test_a_step_that_hangs_after_many_is_given_up_as_soon_as_the_first(
     device: str, num_tokens: int, deadline_s: float, monkeypatch: pytest.MonkeyPatch
@@ -121,11 +114,7 @@ def test_an_adapter_that_not_all_ranks_hold_is_unloaded_everywhere() -> None:
     executor = ranked.RankedExecutor(cast(Any, ranks), cast(Any, ranks), print)
     assert executor.load_adapter("first").key == "held"
     ranks.sent.clear()
-    for path, message in (
-        ("second", "no memory for it"),
-        ("third", "third: the ranks have read different content"),
-        ("first", "no memory for it"),
-    ):
+    for path, message in table(__file__, "adapters that ranks refuse"):
         with pytest.raises(AdapterError, match=message):
             executor.load_adapter(path)
     unloaded = sorted(key.decode() for kind, key in ranks.sent if kind == MessageKind.UNLOAD)

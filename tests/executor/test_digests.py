@@ -148,9 +148,7 @@ def test_a_rank_that_fails_tells_the_others_instead_of_letting_them_wait() -> No
     assert [type(error) for error in errors] == [ExecutorError, OSError, ExecutorError]
 
 
-@pytest.mark.parametrize(
-    ("case", "world", "by_experts"), [("llama", 2, False), ("qwen3-moe", 4, True), ("mixtral", 2, True)]
-)
+@pytest.mark.parametrize(("case", "world", "by_experts"), cases(__file__, "ranks that read their experts"))
 def test_a_fingerprint_is_one_though_ranks_read_only_their_experts(case: str, world: int, by_experts: bool) -> None:
     read: list[set[str]] = [set() for _ in range(world)]
 

@@ -14,7 +14,7 @@ from penstock.executor.protocol import ExecutorError
 from tests.support import gguf_files
 from tests.support.coded import FILE_TYPES
 from tests.support.gguf_files import CASES, HEAD_DIM, HEADS, metadata, permuted, shapes, small_file, write
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.small_models import random_model
 
 TYPES = ["F32", "F16", "BF16", *FILE_TYPES]
@@ -30,11 +30,7 @@ def test_every_storage_type_gives_the_values_of_the_reference_dequantizer(kind: 
     path = small_file(tmp_path / "model.gguf", kind=kind)
     checkpoint = GgufCheckpoint(path)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for name, source in [
-        ("lm_head.weight", "output.weight"),
-        ("model.layers.1.mlp.down_proj.weight", "blk.1.ffn_down.weight"),
-        ("model.layers.0.self_attn.q_proj.weight", "blk.0.attn_q.weight"),
-    ]:
+    for name, source in cases(__file__, "tensors of gguf files"):
         tensor = stored[source]
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shapes()[source])
         got = checkpoint.read(name)

@@ -28,7 +28,7 @@ from tests.executor.test_digests import meeting_of
 from tests.executor.test_graphs import DEVICES, GPU, PROMPTS, SMALL, Recorder, open_small, pretend_a_gpu
 from tests.support.checkpoints import config_of, executor_of
 from tests.support.driver import Driver
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.small_models import greedy
 
 WORLD = 2
@@ -122,11 +122,7 @@ def open_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
 
 def test_work_of_the_first_rank_leaves_all_in_step(open_ranks: Callable[..., tuple[Threads, list[Recorder]]]) -> None:
     """Draws, and beside them edits, log-probabilities and masks, for which only the first half is a graph."""
-    samplings = [
-        Sampling(temperature=0.8, seed=5, top_k=20),
-        Sampling(temperature=0.0, logprobs=3),
-        Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, banned_ids=(1, 2, 3)),
-    ]
+    samplings = cases(__file__, "samplings of several ranks", Sampling=Sampling)
     outputs = []
     for eager in (True, False):
         executor, recorders = open_ranks("qwen3", enforce_eager=eager)

@@ -77,9 +77,7 @@ def test_a_partly_skipped_row_writes_the_rest(driver: Driver) -> None:
     assert driver.generate(hit, count=12) == [greedy(CASE, PROMPT, 12)[0]]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 2.0, "allowed_ids": (5, 9, 11, 77)}]
-)
+@pytest.mark.parametrize("options", cases(__file__, "options of forced tokens"))
 def test_tokens_that_a_row_brings_count_as_if_they_were_sampled(driver: Driver, options: dict[str, Any]) -> None:
     sampling, forced = Sampling(temperature=0.0, **options), (5, 9, 5, 77)
     sampled, forced_to = driver.admit(PROMPT[:20], sampling), driver.admit(PROMPT[:20], sampling)

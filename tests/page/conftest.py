@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.running_server import Running, running
+from tests.support.running_server import started
 
 
 @pytest.fixture(scope="package")
@@ -15,7 +15,4 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture
-def slow() -> Iterator[Running]:
-    with running(FakeEngine(delay_s=0.02)) as server:
-        yield server
+slow = started(lambda: FakeEngine(delay_s=0.02), "function")

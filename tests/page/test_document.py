@@ -3,22 +3,14 @@
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
-
-import pytest
 
 from penstock.engine.page.document import document
 from tests.support.refusals import cases
 from tests.support.router_fleet import running_router
-from tests.support.running_server import Running, running
+from tests.support.running_server import Running, started
 
 KEY = {"authorization": "Bearer sk-secret"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(api_keys=("sk-secret",)) as server:
-        yield server
+server = started(api_keys=("sk-secret",))
 
 
 def test_it_is_sent_without_a_key_with_its_headers_and_never_stored(server: Running) -> None:

@@ -31,10 +31,7 @@ _DATA = json.loads(Path(__file__).with_name("markdown.json").read_text())
 EXAMPLES: list[tuple[str, str]] = _DATA["examples"]
 PIECES: list[str] = _DATA["pieces"]
 WORD = r"word|constructor|é|𝄞"
-TAGS = {
-    *("div", "p", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "hr"),
-    *("table", "tr", "th", "td", "a", "span", "button"),
-}
+TAGS = {*cases(__file__, "elements of answers")}
 ATTRIBUTES = {"class", "href", "title", "target", "rel", "type", "start", "scope", "tabindex", "role", "aria-label"}
 
 

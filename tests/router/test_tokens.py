@@ -37,10 +37,7 @@ def tokenizing() -> Iterator[RunningRouter]:
         yield router
 
 
-WORDS = [
-    *("Hello", " world", "\n\n", "  ", "def f(x):", "你好", "naïve"),
-    *("'s", "12345", "\t", "<|im_", "start|>", "🙂", "A"),
-]
+WORDS: list[str] = cases(__file__, "pieces of texts")
 
 
 def _text(rng: random.Random, specials: list[str]) -> str:

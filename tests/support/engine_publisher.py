@@ -11,13 +11,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.support.refusals import cases
 from tests.support.router_stub import Stub, stub, whole
 
-FIELDS = {  # of an event as an array, in their order
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-    "BlockRemoved": ("block_hashes", "medium"),
-    "AllBlocksCleared": (),
-}
+FIELDS: dict[str, tuple[str, ...]] = dict(cases(__file__, "fields of events"))  # as an array, in their order
 END = (-1).to_bytes(8, "big", signed=True)
 
 

@@ -86,7 +86,7 @@ class EndlessProgram(Program):
         super().end()
 
 
-class Command:
+class Command(contextlib.AbstractContextManager["Command"]):
     """`penstock ...` as its user runs it, with what it has printed so far."""
 
     def __init__(self, *words: object, max_files: tuple[int, int] | None = None, **environment: str) -> None:
@@ -136,9 +136,6 @@ class Command:
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-    def __enter__(self) -> "Command":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

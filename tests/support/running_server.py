@@ -105,7 +105,9 @@ def running(
         yield started
 
 
-def started(engine: Callable[[], AsyncEngine] | None = None, scope: Any = "module", **settings: Any) -> Any:
+def started(
+    engine: Callable[[], FakeEngine | AsyncEngine] | None = None, scope: Any = "module", **settings: Any
+) -> Any:
     """Return a fixture: a server with these settings, over an engine that is made for it."""
 
     @pytest.fixture(scope=scope)

@@ -93,12 +93,7 @@ def streamed_chat(events: list[Json]) -> Seen:
 
 
 # Type of an item → type of its text's events, and the field of the text.
-TEXTS = {
-    "reasoning": ("reasoning_text", "text"),
-    "message": ("output_text", "text"),
-    "function_call": ("function_call_arguments", "arguments"),
-    "custom_tool_call": ("custom_tool_call_input", "input"),
-}
+TEXTS: dict[str, tuple[str, str]] = dict(cases(__file__, "texts of items"))
 
 
 def whole_response(reply: Json) -> Seen:

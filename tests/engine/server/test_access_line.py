@@ -123,9 +123,6 @@ def test_a_router_names_the_replica_of_an_answer_and_logs_refusals() -> None:
     first, *others = map(json.loads, found)
     assert 0 < first.pop("first_byte_ms") <= first.pop("total_ms") and first.pop("time")
     assert first == {**dict(cases(__file__, "the line of a routed request")), "replica": replica.url}
-    assert [(line["route"], line["status"], line.get("key")) for line in others] == [
-        ("/v1/completions", 404, 1),
-        ("unmatched", 404, 1),
-        ("/replicas", 401, None),
-    ]
+    seen = [(line["route"], line["status"], line.get("key")) for line in others]
+    assert seen == cases(__file__, "the lines of refused requests")
     assert "canary" not in "".join(found)

@@ -2,7 +2,6 @@
 names beside the model's, loading and unloading at run time."""
 
 import argparse
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -287,8 +286,8 @@ def test_modules_are_read_from_the_command_line_or_refused() -> None:
         parser.parse_args(["model", "--lora-modules", "sql"])
 
 
-def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named() -> None:
+async def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named() -> None:
     engine = Mock(load_adapter=Mock(side_effect=AdapterError("/a: no")))
     config = resolve(ServerConfig(lora_modules=(LoraModule("sql", "/a"),)), {})
     with pytest.raises(AdapterError, match="lora_modules: sql: lora_path: /a: no"):
-        asyncio.run(Adapters(engine, ("tiny",)).load_all(config.lora_modules))
+        await Adapters(engine, ("tiny",)).load_all(config.lora_modules)

@@ -93,12 +93,7 @@ def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pyte
     metrics = ServerMetrics("m", cast(AsyncEngine, FakeEngine()), {})
     submit = Submit("r.0", array("i", [1]).tobytes(), Sampling(), 9)
     answer = Answer([submit], [Choice(0, SamplingParams(), None)], lambda _: None)
-    reads: list[tuple[float, list[tuple[float, Output]]]] = [
-        (50.0, [(1.0, Output("r.0", [1], queued_s=0.25))]),
-        (60.0, [(3.0, Output("r.0", [2])), (5.0, Output("r.0", [3]))]),
-        (70.0, [(8.0, Output("r.0", [4], "length"))]),
-    ]
-    for read_s, outputs in reads:
+    for read_s, outputs in cases(__file__, "outputs that are read late", Output=Output):
         for arrives_s, output in outputs:
             now_s = arrives_s
             answer.take(0, output)

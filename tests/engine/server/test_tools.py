@@ -21,12 +21,7 @@ from tests.support.refusals import cases
 from tests.support.running_server import MODEL, Running, events, running
 from tests.support.three_apis import SCHEMA, tool
 
-ONE_OF_THREE = {
-    "type": "object",
-    "properties": {"a": {"enum": [1, 2, 3]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+(ONE_OF_THREE,) = cases(__file__, "a schema of three numbers")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": ONE_OF_THREE}}
 
 

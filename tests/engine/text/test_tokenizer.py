@@ -2,7 +2,6 @@
 `LLM.get_tokenizer()`, which has the interface of transformers. The server and the router render a request to the same ids,
 or the server refuses it and the router leaves that to it."""
 
-import asyncio
 import contextlib
 import json
 import random
@@ -224,19 +223,15 @@ HELLO = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "good day"}
 
 
-def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
+async def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
     """Return the ids that the server makes of a request, or its refusal."""
-
-    async def ids() -> list[int]:
+    try:
         request = parse(body, ChatRequest, [])
         conversation = Conversation(len(body), {})
         conversation.read(request.messages, service.info, [])
         text = await render(request, conversation, service)
         (packed,) = await to_ids("messages", [text], service, request)
         return memoryview(packed).cast("i").tolist()
-
-    try:
-        return asyncio.run(ids())
     except (HttpError, InvalidRequest) as error:
         return str(error)
 
@@ -258,16 +253,16 @@ def routed(body: bytes) -> list[int] | None:
 
 
 @pytest.mark.parametrize("name", sorted(NOT_VARIABLES))
-def test_a_field_of_the_request_is_no_variable_of_the_template(name: str) -> None:
+async def test_a_field_of_the_request_is_no_variable_of_the_template(name: str) -> None:
     body = json.dumps({"messages": [HELLO], "chat_template_kwargs": {name: True}}).encode()
-    assert served(body) == f"chat_template_kwargs: {name!r} cannot be set there"
+    assert await served(body) == f"chat_template_kwargs: {name!r} cannot be set there"
     assert routed(body) is None
     with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs: {name!r} cannot"):
         chat_prompt(TEMPLATE, messages_of([HELLO]), chat_template_kwargs={name: True})
 
 
 @pytest.mark.parametrize("parser", ["auto", "none", "llama3_json"])
-def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: str) -> None:
+async def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: str) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -275,21 +270,21 @@ def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: st
     text = chat_prompt(template, messages_of(messages))
     assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
     body = json.dumps({"messages": messages}).encode()
-    assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
+    assert await served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
     assert hinted(body, template)[0] == TOKENIZER.encode(text, False)
 
 
 FIELDS: dict[str, list[Any]] = dict(cases(__file__, "fields", HELLO=HELLO, REPLY=REPLY))
 
 
-def test_server_and_router_make_the_same_ids_or_the_server_judges() -> None:
+async def test_server_and_router_make_the_same_ids_or_the_server_judges() -> None:
     rng, num_equal, num_refused = random.Random(0), 0, 0
     for _ in range(200):
         body: dict[str, Any] = {"messages": rng.choice(FIELDS["messages"])}
         for name in rng.sample([*FIELDS][1:], rng.randrange(4)):
             body[name] = rng.choice(FIELDS[name])
         raw = json.dumps(body).encode()
-        ids, sent = served(raw), routed(raw)
+        ids, sent = await served(raw), routed(raw)
         if sent is not None:
             assert sent == ids, body
             num_equal += 1

@@ -38,11 +38,7 @@ def test_the_format_is_found_in_the_template(source: str, has_tools: bool, name:
 
 
 def test_mistral_s_newer_form_is_written_where_its_mark_is_known() -> None:
-    for source, has_args, writes_args in (
-        ("[TOOL_CALLS]", False, False),
-        ("[TOOL_CALLS][ARGS]", False, True),
-        ("[TOOL_CALLS]", True, True),
-    ):
+    for source, has_args, writes_args in cases(__file__, "templates of Mistral"):
         for form in (detect(source, True, has_args), named("mistral", source, has_args)):
             assert form is not None and form.name == "mistral"
             assert ("[ARGS]" in form.before_arguments) is writes_args
@@ -105,13 +101,7 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
 @SPECIAL
 @pytest.mark.parametrize(("answer", "right", "wrong"), cases(__file__, "forms", StructuredOutputs=StructuredOutputs))
 def test_a_form_holds_behind_the_reasoning(special: bool, answer: StructuredOutputs, right: str, wrong: str) -> None:
-    opened, may = Thinking(THINK, is_open=True), Thinking(THINK)
-    for reasoning, before in (
-        (opened, "Hm.</think>"),
-        (opened, "\n{</think>\n\n"),
-        (may, "<think>Hm.</think>\n"),
-        (may, ""),
-    ):
+    for reasoning, before in cases(__file__, "reasoning before a form", **globals()):
         held = lark(special, None, answer, reasoning)
         assert held.accepts(before + right) and held.refuses(before + wrong)
         assert before == "" or held.verdict(before.partition("</think>")[0]) == "unfinished"
