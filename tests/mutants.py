@@ -40,7 +40,7 @@ branch = false
 source = {tree}
 data_file = {data}
 parallel = true
-patch = subprocess, fork, _exit
+patch = fork, _exit
 sigterm = true
 context = ${{PYTEST_CURRENT_TEST-}}
 disable_warnings = no-data-collected, module-not-measured, couldnt-parse, module-not-imported, no-ctracer
@@ -138,19 +138,22 @@ class Copy:
         seconds, settings = self.work / "seconds.json", self.work / "settings.ini"
         if not seconds.exists():
             settings.write_text(SETTINGS.format(tree=self.tree, data=self.work / "lines"))
-            command = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", "-p", "tests.mutants"]
-            self.run([*command, *tests], 4 * 3600.0, MUTANTS_SECONDS=str(seconds))
+            command = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", "-n2", "-p", "tests.mutants"]
+            environment = {"COVERAGE_PROCESS_START": str(settings), "MUTANTS_SECONDS": str(seconds)}  # of children, too
+            self.run([*command, *tests], 4 * 3600.0, **environment)
             subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"], check=True)
         self._seconds = json.loads(seconds.read_text())
         self._data.read()
 
     def tests_of(self, mutation: Mutation) -> list[str]:
         """Return the tests that execute the lines, the fastest first, as far as there is time for them; those in folders
-        of the same names are preferred. Triton interprets another copy of its kernels, so for their lines these are the
-        tests that execute any line of the file."""
+        of the same names are preferred. For lines that run at import, and for Triton's kernels, which it interprets in
+        another copy, these are the tests that execute any line of the file."""
         by_line = self._data.contexts_by_lineno(str((self.tree / mutation.path).resolve()))
-        tests = self._tests_in(by_line.get(line, []) for line in range(mutation.first, mutation.last + 1))
-        tests = tests or self._tests_in(by_line.values())
+        lines = [by_line.get(line, []) for line in range(mutation.first, mutation.last + 1)]
+        tests = self._tests_in(lines)
+        if not tests or any("" in contexts for contexts in lines):
+            tests |= self._tests_in(contexts for contexts in by_line.values() if "" not in contexts)
         chosen: list[str] = []
         passed_s = 0.0
         folders = ["tests", *Path(mutation.path).with_suffix("").parts]
@@ -226,9 +229,12 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     _note_under(item.nodeid)
 
 
-def _note_under(context: str) -> None:
+def _note_under(context: str | None = None) -> None:
     if (current := coverage.Coverage.current()) is not None:
-        current.switch_context(context)
+        current.switch_context(context or os.environ.get("PYTEST_CURRENT_TEST", ""))
+
+
+os.register_at_fork(after_in_child=_note_under)  # behind coverage's own, which notes without a test
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -57,6 +57,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", module, str(theirs.fileno())],
                 cwd=ROOT,
+                env={**os.environ, "PYTEST_CURRENT_TEST": ""},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -164,6 +165,8 @@ def grow_up(module: Any, fds: dict[int, int], request: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.argv[1:] = request["arguments"]
+        if "coverage" in sys.modules:  # tests/mutants.py measures which test executes a line
+            sys.modules["coverage"].Coverage.current().switch_context(os.environ["PYTEST_CURRENT_TEST"])
         code = (importlib.import_module(request["runs"]) if request["runs"] else module).main()
         sys.stdout.flush()
     except Exception:
