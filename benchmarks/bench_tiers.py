@@ -2,13 +2,14 @@
 
     python benchmarks/bench_tiers.py cost   duration of a batch of new prompts: no tiers, host, host and disk
     python benchmarks/bench_tiers.py reuse  time to first token of a prompt that is found in memory, at a peer, and on the disk
-                                            after a restart, against computing it; all answers must be the same. --model
-                                            hybrid (the shape of Qwen3.5-0.8B, which has recurrent layers), default, or any
+                                            after a restart, against computing it; on a CPU all answers must be the same.
+                                            --model: hybrid (the shape of Qwen3.5-0.8B, which has recurrent layers), a
+                                            shape of gpu/shapes.py, default, or any; --gib: of the cache, and of the host
     python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
 The engines of `cost` run in this process and take turns, so that a busy machine slows all of them. Floors:
 host / none ≤ 1.03, host+disk / host ≤ 1.01; reused / computed at 2,000 tokens ≤ 0.3 on the default model and ≤ 0.2 with
-recurrent layers. Disks are temporary directories under --disk-path.
+recurrent layers, and on a GPU at 16,000 tokens of a dense model ≤ 0.4. Disks are temporary directories under --disk-path.
 
 `disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and
 with 20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens
@@ -29,10 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu.shapes import HYBRID
+from gpu.shapes import HYBRID, MODELS
 from pairs import free_port, main, quantile, rounded, rounds, summary, table
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams
 from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.record import cell_bytes
 from penstock.cache.tiers.disk.tier import DiskTier
@@ -41,14 +42,14 @@ from penstock.cache.tiers.memory import huge_array
 FIRST_ID = 1000
 
 
-def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> float:
-    """Return the seconds for the batch, excluding transfers to the tiers that are in flight afterwards."""
+def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[RequestOutput]]:
+    """Return the seconds for the batch, excluding transfers to the tiers that are in flight afterwards, and its answers."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     started_s = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed_s = time.perf_counter() - started_s
     llm._running().settle()  # so that it does not disturb the next engine
-    return elapsed_s
+    return elapsed_s, outputs
 
 
 # -- cost --------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def cost(
         sides = {name: stack.enter_context(LLM(model, **options, **more)) for name, more in tiers.items()}
         batches = [[rng.choices(range(FIRST_ID, vocab), k=input_len) for _ in range(prompts)] for _ in range(pairs + 1)]
         waiting = {name: iter(batches) for name in sides}  # every engine gets the same batches
-        runs = {name: lambda n=name: run(sides[n], next(waiting[n]), output_len) for name in sides}
+        runs = {name: lambda n=name: run(sides[n], next(waiting[n]), output_len)[0] for name in sides}
         rounds(runs, 1)  # warms up
         seconds = rounds(runs, pairs)
         stored = sides["host+disk"].get_metrics()["kv_disk_stored_blocks"]
@@ -102,25 +103,23 @@ def reuse(
     pairs: int = 3,
     shared: list[int] = [2000],  # noqa: B006
     output_len: int = 16,
+    gib: int = 1,
 ) -> dict[str, Any]:
-    address = f"127.0.0.1:{free_port()}"
-    rng, vocab = random.Random(0), HYBRID["vocab_size"] if model == "hybrid" else 40_000
+    address, shape = f"127.0.0.1:{free_port()}", (MODELS | {"hybrid": HYBRID}).get(model)
+    rng, vocab = random.Random(0), shape["vocab_size"] if shape else 40_000
     prompts = [(length, rng.choices(range(FIRST_ID, vocab), k=length + 8)) for length in shared for _ in range(pairs)]
     warming = [rng.choices(range(FIRST_ID, vocab), k=64)]
     seconds: dict[tuple[str, int], list[float]] = {(way, length): [] for way in WAYS for length in shared}
     answers: dict[str, list[list[int]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="tiers-", dir=disk_path) as folder, ExitStack() as stack:
-        Path(folder, "config.json").write_text(json.dumps(HYBRID))
-        Path(folder, "disk").mkdir()
-        options: dict[str, Any] = {"skip_tokenizer": True, "kv_cache_bytes": 2**30, "kv_host_bytes": "1GiB"}
-        options |= {"max_model_len": max(shared) + 64, "load_format": "dummy" if model == "hybrid" else "auto"}
-        name = {"hybrid": folder, "default": None}.get(model, model)
+        Path(folder, "config.json").write_text(json.dumps(shape))
+        options: dict[str, Any] = {"skip_tokenizer": True, "kv_cache_bytes": gib * 2**30, "kv_host_bytes": f"{gib}GiB"}
+        options |= {"max_model_len": max(shared) + 64, "load_format": "dummy" if shape else "auto"}
+        name = folder if shape else {"default": None}.get(model, model)
         on_disk = {"kv_disk_path": f"{folder}/disk", "kv_disk_bytes": "8GiB"}
 
         def ask(llm: LLM, way: str, length: int, prompt: list[int]) -> None:
-            params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-            (result,) = llm.generate([prompt], params, use_tqdm=False)
-            llm._running().settle()
+            _, (result,) = run(llm, [prompt], output_len)
             assert (result.num_cached_tokens or 0) == (0 if way == "computed" else length), f"--shared {length}: {way}"
             seconds[way, length].append(result.metrics.first_token_s or 0.0)
             answers[way].append(result.outputs[0].token_ids)
@@ -139,8 +138,10 @@ def reuse(
             run(restarted, warming, 2)
             for length, prompt in prompts:
                 ask(restarted, "disk", length, prompt)
-    assert all(answers[way] == answers["computed"] for way in WAYS), "an answer has changed"
-    figures = {}
+            # A GPU rounds otherwise where a step has fewer tokens, and the best token may be another one.
+            changed = sum(answer not in answers["computed"] for way in WAYS for answer in answers[way])
+            assert not changed or restarted.info.device != "cpu", "an answer has changed"
+    figures: dict[str, Any] = {"changed answers": changed}
     for way, length in itertools.product(WAYS[1:], shared):
         both = {"reused": seconds[way, length], "computed": seconds["computed", length]}
         figures[f"{length} tokens, {way}"] = ratio(f"{length} tokens, {way}", both) | {"seconds": both}

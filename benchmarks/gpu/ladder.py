@@ -5,7 +5,7 @@
 
 A rung that fails leaves its line and the next one begins. DIR/ladder.jsonl gets one JSON line for each as it ends,
 DIR/ladder.log all that was printed. A rung whose line is there is not run again without --again. `make gpu-first` runs
-what fits into ten minutes at the worst, `make gpu` the rest; docs/benchmarks.md says what each one shows.
+what fits into ten minutes at the worst, `make gpu` as much again; docs/benchmarks.md says what each one shows.
 """
 
 import argparse
@@ -34,18 +34,17 @@ class Rung(NamedTuple):
     processes: int = 1  # parallel processes, each with its share, because compiling takes long at first
 
 
-KERNEL_TESTS = ["tests/executor/kernels"]
-RACE_TESTS = ["tests/executor/test_races.py"]  # thousands of steps with and without graphs, with concurrent copies
 DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
 PARTS = ["startup", "decode", "prefill"]
 MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
+CONTEXT_TESTS = ["tests/executor/test_long_contexts.py", "tests/executor/test_rank_graphs.py"]
 
 RUNGS = (
     Rung("device", 30, "device_part"),
     Rung("twins", 60, "twin_part", processes=8),
     Rung("memcheck", 60, "memcheck_part", processes=8),
-    Rung("kernel tests", 90, "pytest_part", {"paths": KERNEL_TESTS, "marks": "gpu and not slow"}),
-    Rung("graphs", 70, "pytest_part", {"paths": RACE_TESTS, "marks": "gpu"}),
+    Rung("kernel tests", 90, "pytest_part", {"paths": ["tests/executor/kernels"], "marks": "gpu and not slow"}),
+    Rung("graphs", 70, "pytest_part", {"paths": ["tests/executor/test_races.py"], "marks": "gpu"}),
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 180, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
@@ -53,6 +52,7 @@ RUNGS = (
         Rung(f"whole {model}", limit_s, "model_part", {"models": [model], "parts": PARTS, "engine": True})
         for model, limit_s in LIMITS.items()
     ),
+    Rung("contexts and ranks", 240, "pytest_part", {"paths": CONTEXT_TESTS, "marks": "gpu"}),
 )
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 

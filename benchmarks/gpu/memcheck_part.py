@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.figures import open_device, report
-from benchmarks.gpu.processes import follow
+from benchmarks.gpu.processes import MARGIN_S, follow
 
 NAME = "compute-sanitizer"
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 MAX_LINES = 60  # of the tool's output
-MARGIN_S = 4.0  # of the part's time, to report partial results
 
 
 def main(job: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.gpu.machine import ROOT, environment
 from benchmarks.pairs import MARK
 
+MARGIN_S = 4.0  # of a part's time, to report partial results
 Figures = dict[str, dict[str, Any]]
 
 

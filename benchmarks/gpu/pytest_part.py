@@ -12,11 +12,10 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.gpu.figures import open_device, report
-from benchmarks.gpu.processes import follow
+from benchmarks.gpu.processes import MARGIN_S, follow
 
 TEST_LIMIT_S = 90
 MAX_PROCESSES = 8  # each has its own context on the device
-MARGIN_S = 4.0  # of the part's time, to report partial results
 REHEARSAL = {"paths": ["tests/executor/kernels/test_environment.py"], "marks": "not gpu"}
 OUTCOME = re.compile(
     r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S+)|(tests/\S+(?: \S+)*?)\s+(PASSED|FAILED|ERROR|SKIPPED)"
