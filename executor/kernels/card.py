@@ -38,6 +38,12 @@ class Card:
         some versions of torch lack the function; then our own kernel multiplies."""
         return self.capability[0] == 9 and hasattr(F, "scaled_mm") and _cuda_version() >= (12, 9)
 
+    @property
+    def has_grouped_mm(self) -> bool:
+        """Tell whether torch's grouped products read their offsets on the GPU. On other cards the host waits for the
+        offsets, which a CUDA graph cannot contain."""
+        return self.capability[0] in (9, 10) and hasattr(F, "grouped_mm")
+
 
 _WITHOUT_GPU = Card((9, 0), 132, 227 << 10)  # an H200
 

@@ -9,8 +9,8 @@ it writes one JSON line per card, case and compiled kernel, or what the card lac
 The cases are the lines of tests/executor/kernels/cases.txt, which are calls of benchmarks/gpu/cases.py; `quick` has a
 few, `all` has every line, and `few` is what other cards than an H200 compile in the slow suite. A case's name says what
 is special about it: "float32" and "float16", "dependent" (programs start before the previous kernel's end), "fixed"
-(sums as with batch_invariant), "every size" (products of few rows whose weights are not prefetched), "by codes" and "by
-row scales" (products that are off, by `TAKES_CODES` and `MULTIPLIES_BY_ROW_SCALES`).
+(sums as with batch_invariant), "every size" (products of few rows whose weights are not prefetched), "by codes", "by row
+scales" and "grouped" (products that are off, by `TAKES_CODES`, `MULTIPLIES_BY_ROW_SCALES` and `USES_GROUPED_MM`).
 """
 
 import json
@@ -37,7 +37,14 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from penstock.executor.kernels import card as card_module  # noqa: E402
 from penstock.executor.kernels.card import Card  # noqa: E402
-from penstock.executor.kernels.cuda import adapter_products, few_rows, linear_products, rows, step_inputs  # noqa: E402
+from penstock.executor.kernels.cuda import (  # noqa: E402
+    adapter_products,
+    expert_products,
+    few_rows,
+    linear_products,
+    rows,
+    step_inputs,
+)
 from penstock.executor.kernels.cuda import launch as launching  # noqa: E402
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
 from tests.support import cards, refusals  # noqa: E402
@@ -70,7 +77,9 @@ def launch(name: str, build: Any, shape: list[Any]) -> None:
     has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
     has_codes = mock.patch.object(few_rows, "TAKES_CODES", "few rows by codes" in name)
     by_rows = mock.patch.object(linear_products, "MULTIPLIES_BY_ROW_SCALES", "by row scales" in name)
-    with has_any, has_codes, by_rows, mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name):
+    by_groups = mock.patch.object(expert_products, "USES_GROUPED_MM", "grouped" in name)
+    is_early = mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name)
+    with has_any, has_codes, by_rows, by_groups, is_early:
         for case in build(cases.Kit(torch.device("cpu"), dtype, layers=4, is_empty=True), name, *shape):
             case.call(kernels)
 

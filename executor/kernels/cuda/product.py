@@ -110,7 +110,7 @@ def multiply(
     optional = x_scales, scales, zeros, bias, like, y_scales
     _multiply[grid](
         *(values, codes, *(codes if tensor is None else tensor for tensor in optional), out),
-        *((codes, codes) if order is None else order),
+        *((codes, codes) if order is None else order[:2]),
         len(values),
         *(0 if part is None else part.stride(1) for part in (x_scales, y_scales)),
         SPEC=_with_layout(spec, weight, tile.rows),

@@ -23,8 +23,11 @@ PAIRS = 8192  # (entry, slot) pairs that a program compares at once
 
 
 class SortedEntries(NamedTuple):
-    ids: Tensor  # [tiles * rows] int32: entries by slot; padding is undefined
+    ids: Tensor  # [tiles * rows] int32: entries by slot; padding is undefined, or 0 with tiles of one row
     tiles: Tensor  # [tiles, 2] int32: slot and number of entries of each tile; 0 entries at the end
+    # Only with tiles of one row, which need no padding between slots; then `tiles` is undefined:
+    places: Tensor  # [T * k] int32: the position of each entry in `ids`; undefined for entries of other slots
+    ends: Tensor  # [slots] int32: the position behind the last entry of each slot
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
@@ -53,18 +56,20 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
     entries = slots.numel()
     # Every slot may end with a partially filled tile, and no slot has a tile without an entry.
     num_tiles = entries // rows + min(entries, num_slots)
-    ids = torch.empty(num_tiles * rows, dtype=torch.int32, device=slots.device)
+    ids = (torch.zeros if rows == 1 else torch.empty)(num_tiles * rows, dtype=torch.int32, device=slots.device)
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=slots.device)
     bins = max(16, power_of_2(num_slots))
     chunks = max(1, triton.cdiv(entries, CHUNK_ENTRIES))
-    counts = tiles  # a placeholder that is not read
+    counts = places = ends = tiles  # placeholders that are neither read nor written
+    if rows == 1:
+        places, ends = (torch.empty(size, dtype=torch.int32, device=slots.device) for size in (entries, num_slots))
     given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK_ENTRIES": CHUNK_ENTRIES}
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
         _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
     _scatter_entries[(chunks,)](
-        *(slots, counts, ids, tiles),
-        *(entries, first, num_tiles, chunks),
+        *(slots, counts, ids, tiles, places, ends),
+        *(entries, first, num_tiles if rows > 1 else 0, chunks),
         ROWS=rows,
         AT_ONCE=CHUNKS_AT_ONCE,
         PART=max(16, PAIRS // bins),
@@ -72,7 +77,7 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
         num_warps=8,
         **given,
     )
-    return SortedEntries(ids, tiles)
+    return SortedEntries(ids, tiles, places, ends)
 
 
 @kernel
@@ -195,6 +200,8 @@ def _scatter_entries(
     counts_ptr,
     ids_ptr,
     tiles_ptr,
+    places_ptr,
+    ends_ptr,
     entries,
     first,
     num_tiles,
@@ -226,6 +233,8 @@ def _scatter_entries(
             before += tl.sum(tl.where((index < chunk)[:, None], counts, 0), 0)
     tiles = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
+    if ROWS == 1:
+        tl.store(ends_ptr + bins, ends, mask=(bins < NUM_SLOTS) & (chunk == 0))
     place = (ends - tiles) * ROWS + before  # position of each slot's next entry
     for start in range(0, tl.minimum(CHUNK_ENTRIES, entries - chunk * CHUNK_ENTRIES), PART):
         entry = chunk * CHUNK_ENTRIES + start + tl.arange(0, PART)
@@ -233,6 +242,8 @@ def _scatter_entries(
         is_slot = (slot[:, None] == bins[None, :]).to(tl.int32)
         places = tl.sum(is_slot * (place[None, :] + tl.cumsum(is_slot, 0) - 1), 1)
         tl.store(ids_ptr + places, entry, mask=ours)
+        if ROWS == 1:
+            tl.store(places_ptr + entry, places, mask=ours)
         place += tl.sum(is_slot, 0)
     for start in range(chunk * PART, num_tiles, num_chunks * PART):
         tile = start + tl.arange(0, PART)

@@ -24,7 +24,6 @@ from benchmarks.gpu.shapes import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.executor.kernels.cuda import linear_products
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
@@ -112,30 +111,19 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     assert layer.total() == most, layer
 
 
-def test_codes_are_dequantized_once_for_all_rows_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_products, "PIECE_BYTES", 1 << 18)
+@pytest.mark.parametrize(
+    ("options", "build", "shape", "expected"), read_cases(__file__, "launches", cases=cases, partial=partial)
+)
+def test_a_call_has_no_more_launches_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], build: Any, shape: tuple[Any, ...], expected: str
+) -> None:
+    for option, value in options.items():
+        monkeypatch.setattr(f"penstock.executor.kernels.cuda.{option}", value)
     kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
-    (case,) = cases.product(kit, "", 512, (512, 512), cases.packed)
+    case, *_ = build(kit, "", *shape)
     with launches() as names:
         case.call(triton_kernels(kit.device))
-    assert names[-4:] == ["dequantize_piece", "mm"] * 2 and "_multiply" not in names
-
-
-def test_many_rows_with_one_scale_each_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_products, "MULTIPLIES_BY_ROW_SCALES", True)
-    kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
-    (case,) = cases.product(kit, "", 512, (512, 512), partial(cases.packed, bits=0, group=None))
-    with launches() as names:
-        case.call(triton_kernels(kit.device))
-    assert names[-3:] == ["_quantize_whole_rows", "_to_copy", "_scaled_mm_v2"] and "dequantize_piece" not in names
-
-
-def test_an_adapter_adds_to_all_parts_of_a_product_with_two_launches() -> None:
-    kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
-    case, *_ = cases.adapters(kit, "", 64, (128, 64, 64))
-    with launches() as names:
-        case.call(triton_kernels(kit.device))
-    assert [name for name in names if name.startswith("_")] == ["_inner", "_outer"]
+    assert names == expected.split()
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:

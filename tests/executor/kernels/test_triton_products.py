@@ -5,6 +5,7 @@ experts where logits tie or are NaN, and the order of its entries, against a sta
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -276,6 +277,19 @@ def test_experts_in_tiles_of_any_size_equal_the_twin(
     check(triton_kernels(device), kit, TOLERANCE, calls.experts, tokens, sizes, make)
 
 
+@pytest.mark.parametrize(("num_grouped", "ops", "card", "shape"), cases(__file__, "grouped experts", **globals()))
+def test_experts_of_many_rows_in_grouped_products_equal_the_twin(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, num_grouped: int, ops: Ops, card: Any, shape: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(moe, "USES_GROUPED_MM", True)
+    monkeypatch.setattr(moe, "current_card", lambda: card)
+    monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(128, 32, 4, 2))
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm := mock.Mock(wraps=F.grouped_mm))
+    kernels = triton_kernels(device)._replace(ops=ops)
+    check(kernels, calls.Kit(device, torch.bfloat16), TOLERANCE, calls.experts, *shape)
+    assert grouped_mm.call_count == num_grouped
+
+
 @matrix("tokens, first", (25, 70), (0, 1), hardest=[(25, 0)])
 def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
     """Kernel and twin may round to different eight-bit numbers. Hopper's tensor cores add eight-bit products in fewer than
@@ -362,3 +376,10 @@ def test_entries_lie_by_slot_and_in_their_order(
         ids, tiles = sorted_by.ids.view(-1, 16).tolist(), sorted_by.tiles.tolist()
         assert [(slot, own[:rows]) for (slot, rows), own in zip(tiles, ids, strict=True) if rows] == expected
         assert all(rows == 0 for _, rows in tiles[len(expected) :])
+        alone = routing.sort_entries(slots.to(device, dtype), num_slots, first, 1)
+        own = [entry for _, part in expected for entry in part]
+        assert alone.ids.tolist()[: len(own)] == own and not alone.ids[len(own) :].any()
+        assert alone.places[own].tolist() == list(range(len(own)))
+        assert alone.ends.tolist() == [
+            sum(first <= slot <= first + each for slot in slots[:, 0].tolist()) for each in range(num_slots)
+        ]

@@ -151,6 +151,7 @@ CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
     "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
     "qwen3 in eight bits, few rows in 16": (in_eight_bits, "qwen3", {}),
+    "qwen3-moe in grouped products": (small_models.folder, "qwen3-moe", {}),
     **{name: (small_models.folder, name, {}) for name in RECURRENT},
     **{f"{name} with drafts": (with_draft_layer, name, {"draft_tokens": 2}) for name in ("qwen3.5", "deepseek-v3")},
 }
@@ -169,6 +170,7 @@ def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     if case.endswith("few rows in 16"):
         monkeypatch.setattr(CudaOps, "max_plain_rows", 16)
+    monkeypatch.setattr("penstock.executor.kernels.cuda.expert_products.USES_GROUPED_MM", "grouped" in case)
     recorder, enforce_eager = Recorder(), case == "qwen3"
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
     options = limits | options | {"enforce_eager": enforce_eager}
