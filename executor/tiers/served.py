@@ -7,19 +7,12 @@ until the next one begins. A reader therefore checks after copying whether the e
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cache.tiers.base import Store
 
-
-class PendingContent(NamedTuple):
-    """The content that a host block will have, unless something else is written to it first."""
-
-    host: int
-    key: bytes
-    version: int
+Fill = Callable[[], None]  # makes the new content of a host block available, once it is there
 
 
 class ServedBlocks:
@@ -42,22 +35,22 @@ class ServedBlocks:
 
     # -- from the rank's threads, under the lock -----------------------------------------------------------
 
-    def overwrite(self, host: int, key: bytes) -> PendingContent:
-        """Invalidate a host block that is about to be overwritten; call `fill` after the write."""
+    def overwrite(self, host: int, key: bytes) -> Fill:
+        """Invalidate a host block that is about to be overwritten. Call the returned function after the write: it makes
+        the new content available, unless the block has been overwritten again."""
         before = self._key_of.pop(host, None)  # before the version changes: `copy` reads them in the other order
-        self._versions[host] += 1
+        self._versions[host] = version = self._versions[host] + 1
         if before is not None and self._host_of.get(before) == host:  # otherwise another host block has it too
             del self._host_of[before]
             self._note(before)
-        return PendingContent(host, key, self._versions[host])
 
-    def fill(self, pending: PendingContent) -> None:
-        """Make the content available, unless its host block has been overwritten again."""
-        host, key, version = pending
-        if version == self._versions[host]:
-            self._key_of[host] = key
-            self._host_of[key] = host
-            self._note(key)
+        def fill() -> None:
+            if version == self._versions[host]:
+                self._key_of[host] = key
+                self._host_of[key] = host
+                self._note(key)
+
+        return fill
 
     def note_disk(self, came: Iterable[bytes], went: Iterable[bytes]) -> None:
         for keys, change in ((came, self._on_disk.add), (went, self._on_disk.discard)):

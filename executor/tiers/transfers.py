@@ -15,7 +15,7 @@ import numpy as np
 from penstock.cache.tiers.base import Store
 from penstock.cache.tiers.names import DISK, SERVED
 from penstock.executor.protocol import TransferResult, Transfers
-from penstock.executor.tiers.served import PendingContent, ServedBlocks
+from penstock.executor.tiers.served import Fill, ServedBlocks
 
 STATS_EVERY_S = 1.0
 
@@ -48,7 +48,7 @@ class Copies(NamedTuple):
     """The copies of a step in flight."""
 
     num_blocks: int
-    saved: list[PendingContent]
+    fills: list[Fill]
 
 
 class RankTransfers:
@@ -65,7 +65,7 @@ class RankTransfers:
         self._arena = arena
         self._copier = copier
         self._stores = stores
-        self._loading: dict[tuple[str, int], tuple[int, PendingContent | None]] = {}  # (store, its ticket) → our ticket
+        self._loading: dict[tuple[str, int], tuple[int, Fill]] = {}  # (store, its ticket) → our ticket, fill
         self._storing: dict[bytes, int] = {}  # key → our ticket
         self._done: list[tuple[int, bool]] = []  # completions to report
         self._in_flight: deque[Copies] = deque()
@@ -97,11 +97,11 @@ class RankTransfers:
 
     def end(self) -> TransferResult:
         """Return everything completed since the last call, for the result of the oldest step that has begun."""
-        num_copied, saved = self._in_flight.popleft()
+        num_copied, fills = self._in_flight.popleft()
         seconds = self._copier.finish() if num_copied else 0.0
         with self._lock:
-            for pending in saved:
-                self._fill(pending)
+            for fill in fills:
+                fill()
             result = self._report(num_copied, seconds)
         if self._server is not None and self._served is not None and self._served.has_changed:
             self._server.call()
@@ -119,8 +119,8 @@ class RankTransfers:
                 store.close()
         self._copier.close()
 
-    def _withdraw(self, transfers: Transfers) -> list[PendingContent]:
-        """Withdraw from peers what this step overwrites; return the contents to offer once its saves are done."""
+    def _withdraw(self, transfers: Transfers) -> list[Fill]:
+        """Withdraw from peers what this step overwrites; return the functions to call once its saves are done."""
         if self._served is None:
             return []
         with self._lock:
@@ -129,18 +129,14 @@ class RankTransfers:
             saves = zip(transfers.saves, transfers.saved_keys, strict=True)
             return [self._served.overwrite(host, key) for (_, host), key in saves]
 
-    def _fill(self, pending: PendingContent | None) -> None:
-        if pending is not None and self._served is not None:
-            self._served.fill(pending)
-
     def _start(self, transfers: Transfers) -> None:
         for ticket, name, key, host in transfers.loads:
-            pending = None if self._served is None else self._served.overwrite(host, key)
+            fill = (lambda: None) if self._served is None else self._served.overwrite(host, key)
             theirs = self._stores[name].start_load(key, memoryview(self._arena[host]))
             if theirs is None:
                 self._done.append((ticket, False))
             else:
-                self._loading[name, theirs] = ticket, pending
+                self._loading[name, theirs] = ticket, fill
         if transfers.touches:
             self._stores[DISK].touch(transfers.touches)
         for ticket, key, host in transfers.stores:
@@ -159,10 +155,10 @@ class RankTransfers:
                 served = self._served if name == DISK else None
                 if served is not None and served.end_load(completion.ticket, completion.ok):
                     continue
-                ticket, pending = self._loading.pop((name, completion.ticket))
+                ticket, fill = self._loading.pop((name, completion.ticket))
                 self._done.append((ticket, completion.ok))
                 if completion.ok:
-                    self._fill(pending)
+                    fill()
 
     def _report(self, num_copied: int, seconds: float) -> TransferResult:
         self._poll()

@@ -50,9 +50,9 @@ class Source(ServedBlocks):
 
     def add(self, number: int) -> None:
         with self._lock:
-            pending = self.overwrite(number + 1, key(number))  # there is no host block 0
+            fill = self.overwrite(number + 1, key(number))  # there is no host block 0
             self._arena[number + 1] = number % 251
-            self.fill(pending)
+            fill()
 
     def remove(self, number: int) -> None:
         with self._lock:
