@@ -81,6 +81,34 @@ def test_a_server_that_ends_while_the_model_loads_leaves_nothing(
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
+# Python imports this before the program. In the engine core, the memory suffices for two steps.
+FULL = """
+import sys
+if "penstock.core_process" in sys.orig_argv:
+    from penstock.executor.models.decoder import Decoder
+    import torch
+    forward, steps = Decoder.forward, iter(range(2))
+    def full(*inputs):
+        if next(steps, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*inputs)
+    Decoder.forward = full
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_a_step_ends_the_server_with_what_to_lower(folder: Path, tmp_path: Path) -> None:
+    """Whatever has started the server starts it again; clients and the log learn why it was."""
+    (tmp_path / "sitecustomize.py").write_text(FULL)
+    with served(folder, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src"), *sys.path])) as server:
+        answer = httpx.post(f"{server.url()}/v1/completions", json=BODY, timeout=60)
+        assert server.process.wait(60) == 1
+    options = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
+    error = f"the GPU's memory does not suffice for a step: {options}. CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, error)
+    assert f"the engine has failed: {error}\n" in server.output and "Traceback" not in server.output
+
+
 @pytest.fixture
 def two_ranks(folder: Path) -> Iterator[Command]:
     with served(folder, "--tensor-parallel-size", "2") as server:
