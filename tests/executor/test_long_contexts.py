@@ -29,16 +29,16 @@ def test_a_long_request_and_short_ones_answer_as_alone(
 
     def ask(dtype: DType, *requests: tuple[int, ...], **options: Any) -> list[Answers]:
         """Return the answers to the first of each tuple of lengths; the others were there before."""
-        options |= {"kv_cache_bytes": 2**28 + long * 2**15, "max_num_seqs": 4, "max_num_batched_tokens": 2048}
+        options |= {"kv_cache_bytes": 2**28 + long * 2**15, "max_num_seqs": 4, "max_num_batched_tokens": 1024}
         options |= {"device": device, "block_size": 16, "load_format": "dummy"}
         executor, found = executor_of(tmp_path, dtype=dtype, **options), list[Answers]()
         for lengths in requests:
             watched, *others = (random.Random(length).choices(range(5, 5000), k=length) for length in lengths)
             driver = Driver(executor)
             beside = [driver.admit(prompt) for prompt in others]
-            driver.generate(*beside, count=1, chunk=1000)
+            driver.generate(*beside, count=1, chunk=500)
             sequence = driver.admit(watched, Sampling(temperature=0.0, logprobs=-1, allowed_ids=(100,)))
-            found.append((by_token(driver.trace(sequence, *beside, count=5, chunk=1000)),))
+            found.append((by_token(driver.trace(sequence, *beside, count=5, chunk=500)),))
         executor.close()
         return found
 

@@ -51,7 +51,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_in_interpreter
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v3"])
 def test_a_model_of_eight_bits_is_near_its_twin(
     monkeypatch: pytest.MonkeyPatch,
