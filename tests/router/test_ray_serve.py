@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ from benchmarks.export import save_tokenizer
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.fork_server import ROOT
 from tests.support.peer_rig import free_addresses
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.running_server import until
 from tests.test_serve import MODEL
 
@@ -31,6 +31,7 @@ ray_serve = pytest.importorskip("penstock.router.ray_serve")
 
 CONFIG = ROOT / "deploy" / "ray-serve.yaml"
 NUM_CLIENTS = 3
+LOAD = 'vllm:num_requests_running{a="b"} 5.0\nvllm:num_requests_waiting 2\nvllm:num_requests_running_x 1\n'
 TINY = "--load-format dummy --kv-cache-bytes 8MiB"
 
 
@@ -48,6 +49,26 @@ def test_the_applications_of_the_configuration_file_can_be_built() -> None:
         assert isinstance(build(application["args"]), serve.Application)
 
 
+def test_arguments_become_options_of_deployments_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, deployments in cases(__file__, "deployments", **vars(ray_serve)):
+        monkeypatch.setattr(ray_serve, "serve", made := Mock())
+        ray_serve.app(arguments)
+        replica, _, servers, router, _, routers = made.mock_calls
+        assert [replica.kwargs, *servers.args, router.kwargs, *routers.args[:2]] == deployments
+
+
+def test_enough_replicas_are_started_for_all_sequences() -> None:
+    for metrics, count in cases(__file__, "scaling"):
+        context = Mock(**{"aggregated_metrics": metrics, "config.target_ongoing_requests": 64})
+        assert ray_serve.scale(context) == (count, {})
+
+
+def test_one_actor_of_a_fleet_survives_its_creators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "remote", remote := Mock())
+    ray_serve._addresses("mine")
+    assert remote.mock_calls == cases(__file__, "actor", call=call, **vars(ray_serve))
+
+
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a file of the current directory')")
     monkeypatch.chdir(tmp_path)
@@ -58,22 +79,18 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
 def test_the_list_of_replicas_is_replaced_whole_after_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "replicas.txt"
     lists: list[str] = []  # before each look at the addresses
+    errors = {2: ray.exceptions.RayError("the actor has died"), 5: EOFError()}
     file.touch()
 
     def addresses(_: Any, timeout: float) -> list[str]:
         lists.append(file.read_text())
-        match len(lists):
-            case 1:
-                return ["http://a:1"]
-            case 2:
-                raise ray.exceptions.RayError("the actor has died")
-            case 3:
-                file.with_suffix(".new").mkdir()  # so that writing fails
-            case 4:
-                file.with_suffix(".new").rmdir()
-            case 5:
-                raise EOFError
-        return ["http://a:1", "http://b:1"]
+        if len(lists) in errors:
+            raise errors[len(lists)]
+        if len(lists) == 3:
+            file.with_suffix(".new").mkdir()  # so that writing fails
+        if len(lists) == 4:
+            file.with_suffix(".new").rmdir()
+        return ["http://a:1", "http://b:1"][: len(lists)]
 
     monkeypatch.setattr(ray_serve, "FOLLOW_S", 0)
     monkeypatch.setattr(ray, "get", addresses)
@@ -83,11 +100,34 @@ def test_the_list_of_replicas_is_replaced_whole_after_errors(tmp_path: Path, mon
     assert lists == ["", one, one, one, f"{one}http://b:1\n"]
 
 
-class StoppedByHand(ray_serve.Router):  # type: ignore[misc, name-defined]
-    """A router that Ray Serve does not stop."""
+def test_an_address_that_is_not_reported_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", context := Mock())
+    monkeypatch.setattr(ray_serve, "time", clock := Mock())
+    for is_restarted, listed in cases(__file__, "addresses"):
+        context().was_current_actor_reconstructed, clock.monotonic.return_value = is_restarted, 1.0
+        addresses = ray_serve.Addresses()
+        for now_s, reported, expected in listed:
+            clock.monotonic.return_value = now_s
+            for name in reported:
+                addresses.report(f"http://{name}")
+            addresses.forget("http://b")  # unknown at first
+            assert addresses.urls() == expected
 
-    def __del__(self) -> None:
-        pass
+
+def test_a_replica_reports_its_address_and_load_and_leaves_before_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    asynchronous = {name: AsyncMock() for name in ("report.remote", "forget.remote", "sleep", "stop")}
+    fleet = Mock(**asynchronous, **{"fetch.return_value": LOAD})
+    fleet.start.return_value = Mock(url="http://a:1", stop=fleet.stop, fetch=fleet.fetch)
+    monkeypatch.setattr(ray_serve, "Program", fleet.start)
+    monkeypatch.setattr(ray_serve, "_addresses", {"mine": fleet}.get)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(asyncio, "sleep", fleet.sleep)
+    kind, replica = ray_serve.ReplicaDeployment, Mock()  # no instance, which would stop when Python deletes it
+    kind.__init__(replica, ["serve", "x"], "mine")
+    asyncio.run(kind.check_health(replica))
+    assert asyncio.run(kind.record_autoscaling_stats(replica)) == {"sequences": 7.0}
+    asyncio.run(kind.__del__(replica))
+    assert fleet.mock_calls == cases(__file__, "calls of a replica", call=call)
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -99,13 +139,14 @@ def test_a_router_needs_its_list_and_deletes_it(starts: bool, tmp_path: Path, mo
     monkeypatch.setattr(ray_serve, "_addresses", Mock())
     monkeypatch.setattr(ray, "get", lambda _, timeout: [])
     with contextlib.nullcontext() if starts else pytest.raises(RuntimeError, match="the port"):
-        router = StoppedByHand([], "penstock", None)
+        kind, router = ray_serve.Router, Mock()  # no instance, which would stop when Python deletes it
+        kind.__init__(router, [], "penstock", None)
         assert [path.name for folder in tmp_path.iterdir() for path in folder.iterdir()] == ["replicas.txt"]
-        asyncio.run(router.check_health())
-        asyncio.run(ray_serve.Router.__del__(router))
+        asyncio.run(kind.check_health(router))
+        asyncio.run(kind.__del__(router))
         program.stop.assert_awaited_once()
         with pytest.raises(RuntimeError, match="the list of replicas"):
-            asyncio.run(router.check_health())
+            asyncio.run(kind.check_health(router))
     start.assert_called_once()
     assert list(tmp_path.iterdir()) == []
 
