@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,8 +31,8 @@ from penstock.prove.answers import AskResult, TextChoice
 from penstock.prove.asker import Asker
 from penstock.prove.judge import allowed, compare
 from penstock.prove.options import ProveError, ProveOptions, request_headers
+from penstock.prove.own import faults
 from penstock.prove.own import server as own_server
-from penstock.prove.own.faults import FAULTS as OWN_FAULTS
 from penstock.prove.own.faults import FaultScene
 from penstock.prove.own.server import WORLDS, OwnServer
 from penstock.prove.proof import HELD, REACHED
@@ -41,6 +43,7 @@ from tests.support import reference_server
 from tests.support.programs import printed
 from tests.support.reference_server import CONTEXT, DEFECTS, MODEL, ReferenceServer, write
 from tests.support.refusals import cases, hardest
+from tests.support.running_server import until
 
 # Defects that only the load finds. The slow suite plants all.
 FAST = ["full-pool", "finish-lost", "blocks-held"]
@@ -58,6 +61,7 @@ async def proven(server: ReferenceServer, **options: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "SETTLE_S", 0.3)
+    monkeypatch.setattr(faults, "STOPPED_S", 0.0)
 
 
 @pytest.fixture
@@ -66,12 +70,51 @@ def load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "CASES", {})
 
 
-def test_a_fault_of_the_disk_spares_a_file_that_is_about_to_be_renamed(tmp_path: Path) -> None:
-    for name in ("slab", "index", "index.tmp"):
-        (tmp_path / "disk").mkdir(exist_ok=True)
-        (tmp_path / "disk" / name).write_bytes(bytes(5000))
-    scene = FaultScene(Mock(folder=tmp_path), Mock(), random.Random(1))
-    assert sorted(path.name for path in scene.files()) == ["index", "slab"]
+@pytest.mark.parametrize(
+    ("name", "script", "signals", "broken", "health"), cases(__file__, "faults", signal=signal, resource=resource)
+)
+async def test_a_fault_does_as_it_is_named_and_says_what_it_breaks(
+    name: str,
+    script: str,
+    signals: Any,
+    broken: str,
+    health: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, answers = OwnServer("uniproc", None, [], tmp_path), {("GET", "/health"): iter(health)}
+    server.servers = [subprocess.Popen(["sh", "-c", script], start_new_session=True)]
+    monkeypatch.setattr(faults, "UNHEALTHY_S", 0.3 if "/health" in broken else 60.0)
+    monkeypatch.setattr(own_server, "END_S", 0.3 if "later" in broken else 60.0)
+    monkeypatch.setattr(os, "kill", kill := Mock(wraps=os.kill))
+    monkeypatch.setattr(resource, "prlimit", limit := Mock(return_value=(5, 9)))
+    with contextlib.closing(server):
+        until(lambda: bool(server.children()))
+        (child,) = server.children()
+        fetch = AsyncMock(side_effect=lambda *request: (next(answers[request]), b""))
+        scene = FaultScene(server, Mock(fetch=fetch), random.Random(1))
+        assert await faults.FAULTS[name].inject_into(scene) == broken.format(child=child)
+        calls = [each.args for each in (*kill.mock_calls, *limit.mock_calls)]
+    sent = {"leader": server.leader(), "child": child}
+    assert {whom: [args[1:] for args in calls if args[0] == pid] for whom, pid in sent.items()} == signals
+
+
+async def test_the_disk_is_damaged_but_no_file_that_is_about_to_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "sleep", AsyncMock())
+    disk, scene = tmp_path / "disk", FaultScene(Mock(folder=tmp_path), Mock(), random.Random(1))
+    disk.mkdir()
+    for name, size in {"slab": 4097, "index": 5000, "index.tmp": 5000, "short": 4096}.items():
+        (disk / name).write_bytes(bytes(size))
+    await faults.FAULTS["disk-flips"].inject_into(scene)
+    flipped = {path.name: sum(map(int.bit_count, path.read_bytes())) for path in disk.iterdir()}
+    assert flipped == {"slab": 196, "index": 200, "index.tmp": 0, "short": 0}  # two bits were flipped back
+    await faults.FAULTS["disk-tears"].inject_into(scene)
+    sizes = {path.name: path.stat().st_size for path in disk.iterdir()}
+    assert sizes["slab"] < 4097 and sizes["index"] < 5000 and (sizes["index.tmp"], sizes["short"]) == (5000, 4096)
+    await faults.FAULTS["disk-gone"].inject_into(scene)
+    assert not disk.exists()
 
 
 async def test_a_server_that_is_right_has_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +188,14 @@ async def test_a_second_run_with_the_same_seed_is_no_false_alarm() -> None:
         assert [(await session.prove(url, "stand-in", options))["findings"] for _ in range(2)] == [{}, {}]
 
 
+@pytest.mark.parametrize(("options", "skipped"), cases(__file__, "skipped"))
+async def test_abilities_that_a_server_lacks_are_listed_with_the_reason(options: Any, skipped: list[str]) -> None:
+    async with ReferenceServer(**options) as url:
+        asker = Asker(url, {}, 60.0)
+        with contextlib.closing(asker.client):
+            assert (await detect_abilities(asker, 0, print)).skipped == skipped
+
+
 async def test_abilities_that_a_server_lacks_are_counted_as_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,9 +203,6 @@ async def test_abilities_that_a_server_lacks_are_counted_as_refused(
     lacking = ReferenceServer(without=["n", "return_token_ids", "cache_salt", "reset"])
     result = await proven(lacking, requests=60, **files)
     assert result["findings"] == {}
-    skipped = " ".join(result["skipped"])
-    names = ("n: ", "return_token_ids: ", "cache_salt: ", "structured_outputs: ", "reset")
-    assert all(name in skipped for name in names)
     assert result["cases"]["llamacpp-n-then-reuse"] == "refused: the server lacks n"
     assert result["refused"]["load: salted"] == "the server lacks cache_salt" and not result["left_out"].get("load: n")
     assert result["checks"] == 42 == result["asked"] + len(result["refused"]) + len(result["left_out"])
@@ -298,15 +346,11 @@ async def test_reuse_is_turned_off_by_a_field_that_a_lax_server_honours() -> Non
     server = ReferenceServer(is_lax=True, without=["reset"])
     result = await proven(server)
     assert result["findings"] == {} and result["answers"]["same"] > 200
-    skipped = " ".join(result["skipped"])
-    assert "cache_salt: accepted like" in skipped
-    assert "without reuse" not in skipped and "presence_penalty" not in skipped
-    assert {body.get("cache_prompt", True) for path, _, body in server.requests if path == "/v1/completions"} == {
-        *(False, True)
-    }
+    asked = [body for path, _, body in server.requests if path == "/v1/completions"]
+    assert {body.get("cache_prompt", True) for body in asked} == {False, True}
     # Without such a field, cached tokens are no fault, and the report says how far the first answers can be trusted.
     result = await proven(ReferenceServer(is_lax=True, without=["cache_prompt", "reset"]))
-    assert result["findings"] == {} and "without reuse: " in " ".join(result["skipped"])
+    assert result["findings"] == {}
 
 
 class LikeLlama(ReferenceServer):
@@ -383,9 +427,7 @@ async def test_needless_requests_are_left_out(culprit: int, tmp_path: Path, monk
             (script,) = await repeat.write_scripts(failed, url, tmp_path)
             text = script.read_text()
     # The failing request is also sent alone, at first.
-    num_requests = (
-        text.count("\nask 60.000") + text.count("{ echo this one:; ask") + text.count("/reset_prefix_cache") - 1
-    )
+    num_requests = sum(map(text.count, ("\nask 60.000", "{ echo this one:; ask", "/reset_prefix_cache"))) - 1
     assert f"# repeated by these {num_requests}\n" in text and num_requests <= 12
     assert text.count("/reset_prefix_cache") == text.count("{ echo this one:; ask") == 1
     assert len(tried) <= repeat.TRIES
@@ -445,32 +487,14 @@ def test_the_error_is_measured_and_bounded() -> None:
     assert allowed([0.002], is_exact=True) == 0.0
 
 
+def choice(ids: list[int], finish: str | None = "length", value: float = -1.0) -> TextChoice:
+    tops = [{str(each): value, "other": -1.01} for each in ids]
+    return TextChoice("", ids, [str(each) for each in ids], [value] * len(ids), tops, finish)
+
+
 def test_an_answer_is_compared_to_its_end() -> None:
-    def choice(ids: list[int], finish: str | None = "length", value: float = -1.0) -> TextChoice:
-        tops = [{str(each): value, "other": -1.01} for each in ids]
-        return TextChoice("", ids, [str(each) for each in ids], [value] * len(ids), tops, finish)
-
-    def outcome(reference: TextChoice, answer: TextChoice, error: float = 0.01, is_done: bool = True) -> str:
-        return compare(reference, answer, error, is_done=is_done).outcome
-
-    whole = choice([1, 2, 3])
-    assert outcome(whole, choice([1, 2, 3])) == "same"
-    assert outcome(whole, choice([1, 2])) == "wrong"  # it says that it has ended
-    assert outcome(whole, choice([1, 2], None), is_done=False) == "same"
-    assert outcome(whole, choice([1, 2, 3], "stop")) == "wrong"
-    assert outcome(whole, choice([1, 5, 3])) == "wrong"  # not among the candidates
-    assert outcome(whole, choice([1, 2, 3], value=-1.2)) == "numbers"
-    near = TextChoice("", [1, 9], ["1", "other"], [-1.0, -1.01], [], "length")
-    assert [outcome(whole, near, error) for error in (0.01, 0.001)] == ["tie", "wrong"]
-    whole.penalty = 0.01  # may have lowered either candidate
-    assert outcome(whole, near, 0.001) == "tie"
-    # Tokens that do not spell the text are not compared.
-    stopped = TextChoice(" moon lig", [], [" moon"], [-1.0], [{" moon": -1.0}], "stop")
-    tops = [{" moon": -1.0}, {" light": -1.0}]
-    streamed = TextChoice(" moon lig", [], [" moon", " light"], [-1.0, -1.0], tops, "stop")
-    assert outcome(stopped, streamed) == "same"
-    streamed.text = " moon lif"
-    assert outcome(stopped, streamed) == "wrong"
+    for reference, answer, given, outcome in cases(__file__, "comparisons", **globals()):
+        assert compare(reference, answer, **{"error": 0.01, "is_done": True, **given}).outcome == outcome
 
 
 def test_a_log_probability_that_is_not_a_number_is_a_finding() -> None:
@@ -522,7 +546,7 @@ def test_its_own_server_is_asked_with_its_key(world: str, tmp_path: Path, monkey
 
 
 def test_every_fault_has_a_world_and_every_world_complete_commands(tmp_path: Path) -> None:
-    assert {fault.world for fault in OWN_FAULTS.values()} <= {*WORLDS}
+    assert {fault.world for fault in faults.FAULTS.values()} <= {*WORLDS}
     folder = tmp_path / "a b"  # a space does not divide a path
     for world in WORLDS:
         server = OwnServer(world, None, [], folder)
