@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.chat_templates, tokenizer.special_tokens = {"default": TEMPLATE}, {"eos_token": "<eos>"}
     save_tokenizer(tokenizer, folder)
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": 256}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 30, "eos_token_id": 256}')
     return folder
 
 
@@ -107,7 +107,7 @@ def test_a_script_chats(llm: LLM) -> None:
 
 def test_a_script_changes_the_defaults_of_the_models_authors(llm: LLM) -> None:
     sampling_params = llm.get_default_sampling_params()
-    assert sampling_params.temperature == 0.6
+    assert (sampling_params.temperature, sampling_params.max_tokens) == (0.6, 30)
     sampling_params.max_tokens, sampling_params.top_k = 3, 5
     sampling_params.structured_outputs = {"choice": ["aa", "bb"]}  # type: ignore[assignment]
     assert llm.generate(PROMPTS[0], sampling_params)[0].outputs[0].text in ("aa", "bb")
