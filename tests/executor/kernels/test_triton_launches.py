@@ -24,10 +24,12 @@ from benchmarks.gpu.shapes import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
+from tests.support import cards
 from tests.support.checkpoints import compute_with
 from tests.support.idle_gpu import PINNED
 from tests.support.kernel_cases import triton_kernels
@@ -124,6 +126,12 @@ def test_a_call_has_no_more_launches_than_it_needs(
     with launches() as names:
         case.call(triton_kernels(kit.device))
     assert names == expected.split()
+
+
+def test_tiles_are_those_that_fit_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, card, arguments, expected in read_cases(__file__, "tiles", **vars(cards)):
+        monkeypatch.setattr("penstock.executor.kernels.card._WITHOUT_GPU", card)
+        assert getattr(tiles, name)(*arguments) == expected, (name, card, arguments)
 
 
 def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
