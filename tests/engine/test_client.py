@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import asdict, astuple
 
 from penstock.engine.config import ConfigError, SchedulerConfig
 from penstock.engine.front import adapter_files, liveness
@@ -198,6 +198,7 @@ async def test_the_counters_of_a_new_engine_are_those_of_its_requests() -> None:
         counted = asdict(engine.stats)
     assert [step.step_tokens for step in steps] == [5, *[1] * 7]
     assert counted.pop("num_blocks") and counted.pop("step_s") >= 0
+    assert not any(astuple(Stats()))
     tokens = {"prefix_queries": 5, "prompt_tokens": 5, "generation_tokens": 8}
     assert {name: count for name, count in counted.items() if count} == {"num_steps": 8, **tokens}
 
