@@ -4,6 +4,8 @@ The published algorithm: every expert gets one copy, and each spare slot goes to
 copy. Then copies are packed in falling order of load, each to the lightest rank that is not full.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +37,7 @@ class Cell(NamedTuple):
         return self.slots > self.experts
 
 
-CELLS = (
-    Cell("V2-Lite", 26, 64, 6, 64, 8),
-    Cell("V2-Lite", 26, 64, 6, 72, 8),
-    Cell("V3", 58, 256, 8, 256, 32),
-    Cell("V3", 58, 256, 8, 288, 32),
-    Cell("V3", 58, 256, 8, 320, 64),
-    Cell("Qwen3-235B", 94, 128, 8, 128, 8),
-    Cell("Qwen3-235B", 94, 128, 8, 144, 8),
-    Cell("Qwen3-235B", 94, 128, 8, 128, 16),
-    Cell("Qwen3-235B", 94, 128, 8, 160, 16),
-)
+CELLS = tuple(Cell(*fields) for fields in json.loads(Path(__file__).with_suffix(".json").read_text()))
 # Drift is compared with copies; without copies, moves alone cannot reach the target.
 DRIFTING = tuple(cell for cell in CELLS if cell.is_redundant)
 

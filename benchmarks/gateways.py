@@ -12,17 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pairs import Server, answers, environment, free_port, serving
+from pairs import HERE, Server, answers, environment, free_port, serving
 
 ROUTE = (sys.executable, "-P", "-m", "penstock.cli", "route", "--port", "{port}", "--max-requests", "4096")
-NGINX = """
-daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit; events {{ worker_connections 4096; }}
-http {{ access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; keepalive_requests 1000000;
-  fastcgi_temp_path {folder}; uwsgi_temp_path {folder}; scgi_temp_path {folder};
-  upstream replicas {{ {servers} keepalive 64; keepalive_requests 1000000; }}
-  server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://replicas; proxy_http_version 1.1;
-    proxy_set_header Connection ""; proxy_buffering off; }} }} }}
-"""
+NGINX = (HERE / "nginx.txt").read_text()  # its configuration
 
 
 class Worker(NamedTuple):

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.shapes import GPT_OSS, HYBRID, MODELS
+from gpu.shapes import MODELS, SMALL
 from pairs import HERE, Asked, parse, record, rounds, summary
 
 MAX_MODEL_LEN = 2048
@@ -34,14 +34,7 @@ MAX_MODEL_LEN = 2048
 # "eager" disables the compiler.
 PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
-SHAPES = {  # of the models with random weights
-    "small": MODELS["qwen3-0.6b"]
-    | {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "0.6b": MODELS["qwen3-0.6b"],
-    "qwen3.5-0.8b": HYBRID,
-    "gpt-oss": GPT_OSS,
-}
+SHAPES = SMALL | {"0.6b": MODELS["qwen3-0.6b"]}  # of the models with random weights
 
 
 class Batch(NamedTuple):
@@ -72,21 +65,7 @@ class Batch(NamedTuple):
         return self.num_prompts * tokens / run(self.output_len)
 
 
-BATCHES = {
-    "throughput-small": Batch("small", 256, 256, 64, "output"),
-    "throughput-0.6b": Batch("0.6b", 8, 256, 32, "output"),
-    "default-batch1": Batch("default", 1, 64, 128, "decode"),
-    "default-batch16": Batch("default", 16, 256, 128, "output"),
-    "default-prefill": Batch("default", 16, 1024, 1, "prefill"),
-    "installed-batch1": Batch("default", 1, 64, 128, "decode", True),
-    "installed-batch8": Batch("default", 8, 256, 64, "output", True),
-    "installed-batch16": Batch("default", 16, 256, 64, "output", True),
-    "installed-prefill": Batch("default", 16, 512, 1, "prefill", True),
-    "qwen3.5-0.8b-batch1": Batch("qwen3.5-0.8b", 1, 256, 64, "output"),
-    "qwen3.5-0.8b-batch8": Batch("qwen3.5-0.8b", 8, 256, 64, "output"),
-    "gpt-oss-batch1": Batch("gpt-oss", 1, 256, 64, "output"),
-    "gpt-oss-batch8": Batch("gpt-oss", 8, 256, 64, "output"),
-}
+BATCHES = {name: Batch(*fields) for name, fields in json.loads((HERE / "peers.json").read_text()).items()}
 
 
 class Setup(NamedTuple):

@@ -14,13 +14,10 @@ from typing import Any
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 MODELS: dict[str, dict[str, Any]] = _DATA["measured"]
-# Two models that are measured on a CPU (benchmarks/peers.py): Qwen3.5-0.8B's text model, and gpt-oss-20b with 4 of its
-# 24 layers and 16 of its 32 experts, unquantized.
-HYBRID: dict[str, Any] = _DATA["hybrid"]
-GPT_OSS: dict[str, Any] = _DATA["gpt-oss"]
-
-# Seconds for each whole model, in the order of measuring; what has not been reported by then is missing.
-LIMITS = {"qwen3-0.6b": 45, "llama-3.1-8b": 60, "deepseek-v2-lite": 65, "qwen3-30b-a3b": 95, "qwen3-8b": 95}
+# Models that are measured on a CPU (benchmarks/peers.py): a dense one, Qwen3.5-0.8B's text model, and gpt-oss-20b with 4
+# of its 24 layers and 16 of its 32 experts, unquantized.
+SMALL: dict[str, dict[str, Any]] = _DATA["small"]
+HYBRID = SMALL["qwen3.5-0.8b"]
 
 
 def config_of(name: str, is_tiny: bool) -> dict[str, Any]:
