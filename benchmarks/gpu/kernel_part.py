@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu kernel_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
-The calls are those of the twins' table, at sizes that fill the device: pages with the stride of Llama-3.1-8B's cache,
-contexts cut as its graphs cut them, and torch's own attention and products beside them.
+The calls are like those of the twins' table, at sizes that fill the device: attention over pages with the stride of
+Llama-3.1-8B's cache, contexts cut as its graphs cut them, torch's own attention and products beside them, and the lines of
+cases.txt.
 """
 
 import functools
@@ -16,6 +17,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.batches import PAGE, Rows, num_blocks
 from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit, open_kit
 from benchmarks.gpu.figures import Timer, ceilings, report
+from tests.support import refusals
 from tests.support.twins import changed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -55,29 +57,8 @@ def table(kit: Kit) -> Iterator[Case]:
     yield from attention_cases(kit._replace(layers=2 if kit.is_tiny else 32))
     yield from latent_cases(kit._replace(layers=2 if kit.is_tiny else 27))
     yield from linear_cases(kit)
-    yield from cases.rows(kit, "", *((3, 64, 64) if kit.is_tiny else (4096, 4096, 4096)))
-    for name, has_norms, page_dtype in (
-        ("rotate and store", False, None),
-        ("rotate and store, normed", True, None),
-        ("rotate and store, eight-bit pages", True, torch.float8_e4m3fn),
-    ):
-        tokens, heads = (7, (4, 2, 16)) if kit.is_tiny else (4096, (32, 8, 128))
-        yield from cases.rope(kit, name, tokens, heads, None, has_norms, page_dtype)
-    yield from expert_cases(kit)
-    yield from cases.sample(kit, "", *((4, 5000) if kit.is_tiny else (256, 151_936)))
-
-
-def expert_cases(kit: Kit) -> Iterator[Case]:
-    """Yield the experts of Qwen3-30B-A3B and of gpt-oss-20b, and a layer of Qwen3-8B in four bits."""
-    sizes, coded, shape = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6144, 4096)
-    if kit.is_tiny:
-        sizes, coded, shape = (5, 2, 128, 128), (4, 2, 96, 96), (256, 384)
-    for tokens in (1, 4) if kit.is_tiny else (1, 32, 256, 4096):
-        yield from cases.experts(kit, f"experts, {tokens} tokens", tokens, sizes)
-        yield from cases.experts(kit, f"eight-bit experts, {tokens} tokens", tokens, sizes, cases.blocks)
-        name = f"MXFP4 experts, {tokens} tokens"
-        yield from cases.experts(kit, name, tokens, coded, cases.mxfp4, "clamped_swish", True)
-        yield from cases.product(kit, f"four-bit product of {tokens} rows", tokens, shape, cases.packed)
+    for build, *shape in refusals.cases(__file__, "measured, tiny" if kit.is_tiny else "measured", **vars(cases)):
+        yield from build(kit, *shape)
 
 
 def attention_cases(kit: Kit) -> Iterator[Case]:

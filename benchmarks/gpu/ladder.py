@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TextIO
 from benchmarks import pairs
 from benchmarks.gpu import machine
 from benchmarks.gpu.processes import run_shares
-from benchmarks.gpu.shapes import LIMITS
 
 
 class Rung(NamedTuple):
@@ -34,26 +33,7 @@ class Rung(NamedTuple):
     processes: int = 1  # parallel processes, each with its share, because compiling takes long at first
 
 
-DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
-PARTS = ["startup", "decode", "prefill"]
-MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
-CONTEXT_TESTS = ["tests/executor/test_long_contexts.py", "tests/executor/test_rank_graphs.py"]
-
-RUNGS = (
-    Rung("device", 30, "device_part"),
-    Rung("twins", 60, "twin_part", processes=8),
-    Rung("memcheck", 60, "memcheck_part", processes=8),
-    Rung("kernel tests", 90, "pytest_part", {"paths": ["tests/executor/kernels"], "marks": "gpu and not slow"}),
-    Rung("graphs", 70, "pytest_part", {"paths": ["tests/executor/test_races.py"], "marks": "gpu"}),
-    Rung("ceilings", 70, "kernel_part"),
-    Rung("decoding", 140, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
-    Rung("models", 180, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
-    *(
-        Rung(f"whole {model}", limit_s, "model_part", {"models": [model], "parts": PARTS, "engine": True})
-        for model, limit_s in LIMITS.items()
-    ),
-    Rung("contexts and ranks", 240, "pytest_part", {"paths": CONTEXT_TESTS, "marks": "gpu"}),
-)
+RUNGS = tuple(Rung(*fields) for fields in json.loads(Path(__file__).with_suffix(".json").read_text()))
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 
 

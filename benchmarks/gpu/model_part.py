@@ -11,7 +11,7 @@ may start early, with kernels launched as usual, and with `batch_invariant`, to 
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,11 @@ from torch.profiler import ProfilerActivity
 from penstock.executor.protocol import Executor, ExecutorConfig, Row
 from penstock.executors import open_executor
 
-VARIANTS = {"dependent launch": {}, "usual launch": {"dependent": False}, "fixed sums": {"batch_invariant": True}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dependent launch": {},
+    "usual launch": {"dependent": False},
+    "fixed sums": {"options": {"batch_invariant": True}},
+}
 NUM_KERNELS = 15  # slowest kernels to list from a profile
 KV_BYTES = 40 << 30  # 256 requests of Llama-3.1-8B at 1,100 positions; fits on an H100 beside its weights
 
@@ -52,21 +56,22 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
         if "startup" in job["parts"]:
             began_s = job["started_s"] if job.get("engine") else started_s
             report("startup", prefix, seconds=time.time() - began_s, memory=executor.info.memory)
-        Bench(executor, config, job, prefix).run()
+        Bench(executor, config, job, partial(report, prefix=prefix)).run()
         executor.close() if llm is None else llm.shutdown()
 
 
 def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tuple[Any, Executor]:
-    """Return the engine and its executor; only the executor if the engine is not needed."""
+    """Return the engine and its executor; only the executor if the engine is not needed. `options` of the job replace
+    those of the measurements."""
     options: dict[str, Any] = {
         "device": job["device"],
         "load_format": "dummy",
         "max_model_len": min(8192, config["max_position_embeddings"]),
-        "max_num_seqs": 8 if job["tiny"] else 256,
+        "max_num_seqs": 256,
     }
-    options["batch_invariant"] = job.get("batch_invariant", False)
+    options |= job.get("options", {})
     if job["tiny"]:
-        options["kv_cache_bytes"] = 2**22
+        options |= {"max_num_seqs": 8, "kv_cache_bytes": 2**22}
     if not job.get("engine"):
         return None, open_executor(ExecutorConfig(model=folder, **{"kv_cache_bytes": KV_BYTES} | options))
     from penstock import LLM
@@ -80,16 +85,17 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
 class Bench:
     """Runs artificial steps: every request has its slot and blocks, and nothing is ever freed."""
 
-    def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any], prefix: str) -> None:
-        self._executor, self._config, self._job = executor, config, job
+    def __init__(
+        self, executor: Executor, config: dict[str, Any], job: dict[str, Any], note: Callable[..., None]
+    ) -> None:
+        """`note` gets the name and the figures of each measurement, as `report` does."""
+        self._executor, self._config, self._job, self._report = executor, config, job, note
         self._info, self._rng, self._steps = executor.info, np.random.default_rng(0), Steps(executor)
-        self._report = partial(report, prefix=prefix)
+        with torch.inference_mode():
+            fill(executor._rank.kv)  # type: ignore[attr-defined]
 
     def run(self) -> None:
         is_tiny = self._job["tiny"]
-        rank = self._executor._rank  # type: ignore[attr-defined]
-        with torch.inference_mode():
-            fill(rank.kv)
         if "decode" in self._job["parts"]:
             for batch in (1, 3) if is_tiny else (1, 32, 256):
                 self.decode(batch, 24 if is_tiny else 1024, 6 if is_tiny else 60)
@@ -161,8 +167,9 @@ class Bench:
         self._steps.collect()
         return self._steps.decode(len(blocks), context, count)
 
-    def prefill(self, rows: int, count: int) -> None:
-        name, num_steps = f"prefill {rows} × {count}", 5
+    def prefill(self, rows: int, count: int, num_steps: int = 5) -> None:
+        """Measure steps of whole prompts; the first one is not counted."""
+        name = f"prefill {rows} × {count}"
         blocks = self._blocks(name, rows, count)
         if blocks is None:
             return

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ import triton.language as tl
 from benchmarks.gpu import cases
 from benchmarks.gpu.batches import make_batch
 from benchmarks.gpu.shapes import config_of
+from benchmarks.gpu.switch_part import CODES, FP8, PLAIN, comparisons, switched
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -40,21 +42,15 @@ from tests.support.variants import variants
 
 ROOT = Path(__file__).parents[3]
 LARGE = {"few_rows.PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
-EVERY_SIZE, TAKES_CODES = {"few_rows.EVERY_SIZE": True}, {"few_rows.TAKES_CODES": True}
-PLAIN = {"ops.CudaOps.max_plain_rows": 16}  # FP8 weights take few rows of 16 bits
+EVERY_SIZE = {"few_rows.EVERY_SIZE": True}
 CASES: list[tuple[str, dict[str, Any], int]] = [
     *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | EVERY_SIZE, 6))),
-    *(("qwen3-8b fp8", options, most) for options, most in (({}, 10), (PLAIN, 9), (TAKES_CODES, 10))),
-    ("qwen3-8b fp8", PLAIN | TAKES_CODES, 6),
+    *(("qwen3-8b fp8", options, most) for options, most in (({}, 10), (PLAIN, 9), (CODES, 10))),
+    ("qwen3-8b fp8", PLAIN | CODES, 6),
     *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
 ]
 LONGEST = 512
-FP8: dict[str, Any] = {
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-}
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 
 
 @contextmanager
@@ -107,10 +103,18 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
         monkeypatch.setattr(f"penstock.executor.kernels.cuda.{option}", value)
     compute_with(monkeypatch, OPS)
     name, _, is_quantized = name.partition(" ")
-    config = config_of(name, True) | (FP8 if is_quantized else {})
+    config = config_of(name, True) | (FP8 | FP8_SIZES if is_quantized else {})
     counts = [count(tmp_path, config | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() == most, layer
+
+
+def test_switches_that_a_gpu_compares_are_off() -> None:
+    sides = [side for each in comparisons() for side in each.switches.values()]
+    for name, value in [switch for side in sides for switch in side.items()]:
+        before = resolve_name(f"penstock.executor.kernels.cuda.{name}")
+        with switched({name: value}):
+            assert before != resolve_name(f"penstock.executor.kernels.cuda.{name}") == value
 
 
 @pytest.mark.parametrize(
