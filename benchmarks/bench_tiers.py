@@ -139,7 +139,7 @@ def reuse(
             for length, prompt in prompts:
                 ask(restarted, "disk", length, prompt)
             # A GPU rounds otherwise where a step has fewer tokens, and the best token may be another one.
-            changed = sum(answer not in answers["computed"] for way in WAYS for answer in answers[way])
+            changed = sum(a != b for way in WAYS for a, b in zip(answers[way], answers["computed"], strict=True))
             assert not changed or restarted.info.device != "cpu", "an answer has changed"
     figures: dict[str, Any] = {"changed answers": changed}
     for way, length in itertools.product(WAYS[1:], shared):

@@ -71,8 +71,10 @@ class RunnerFactory:
             assert ops is not None and isinstance(inputs, DeviceInputs)
             tokens = self.graph_tokens(loaded)
             graphs = StepGraphs(inputs, model, pages, ops, rows, tokens, CudaGraphs, group, adapters, drafts)
-        parts = self.transfers, self.rebalancer, graphs, adapters, drafts
-        return ModelRunner(model, pages, sampler, inputs, device, group, *parts)
+        transfers, rebalancer = self.transfers, self.rebalancer
+        return ModelRunner(
+            model, pages, sampler, inputs, device, group, transfers, rebalancer, graphs, adapters, drafts
+        )
 
     def capture(self, runner: ModelRunner) -> int:
         """Capture the runner's CUDA graphs, if it has any; return their size in bytes."""
