@@ -42,7 +42,7 @@ from tests.support.twins import changed, experts, torch_inputs, torch_ops
 
 CODES, NUMBERS, BYTES = "weights as codes", "coded weights as float32", "FP8 weights as float32"
 DIVERSE = ["gemma2", "gemma4", "gemma4-moe", "gpt-oss", "opt", "smollm3", "minimax-m2", "qwen3.5", "nemotron-h"]
-DIVERSE += ["nemotron-h-latent", "deepseek-v3"]
+DIVERSE += ["nemotron-h-latent", "deepseek-v3", "deepseek-v2-yarn"]
 HARDEST = frozenset(Path(__file__).with_name("stored_models_fast.txt").read_text().split())  # by the rows' ids
 LINES = [line.partition("#")[0].split() for line in Path(__file__).with_name("models.txt").read_text().splitlines()]
 
