@@ -79,7 +79,8 @@ def replacements(node: ast.AST) -> Iterator[str]:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[_, _]) if name in SYMMETRIC:
             pass
         case ast.Call(func=function, args=[ast.expr() as first, ast.expr() as second, *rest], keywords=keywords):
-            if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+            is_starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+            if not is_starred and ast.dump(first) != ast.dump(second):
                 yield ast.unparse(ast.Call(function, [second, first, *rest], keywords))
         case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign() | ast.Raise():
             yield "pass"
@@ -90,9 +91,7 @@ def replacements(node: ast.AST) -> Iterator[str]:
 def changeable(node: ast.AST, statement: ast.stmt | None = None) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
     """Yield (statement, part of it, new text) for everything in a node that may be changed."""
     match node:
-        case (
-            ast.Assert() | ast.JoinedStr() | ast.arguments()
-        ):  # Python 3.11 does not know where an f-string's parts are
+        case ast.Assert() | ast.JoinedStr() | ast.arguments():  # Python 3.11 does not know where parts of f-strings are
             return
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger")))):
             return

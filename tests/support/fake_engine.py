@@ -81,6 +81,7 @@ class FakeEngine:
         self.max_open = max_open
         self.hold = False
         self.fail_next: str | None = None  # ends every running sequence with this error
+        self.is_refusal = False  # with an error: the request itself is invalid
         self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.aborted: list[str] = []
         self.num_admissions = 0
@@ -175,7 +176,8 @@ class FakeEngine:
                 if position % self.step_tokens == 0:
                     await self._step()
                 if self.fail_next is not None:
-                    answer.take(index, Output(name, [], finish_reason="error", error=self.fail_next))
+                    failed = Output(name, [], finish_reason="error", error=self.fail_next, is_refusal=self.is_refusal)
+                    answer.take(index, failed)
                     return
                 is_last = position == max_tokens - 1
                 answer.take(index, self._output(name, prompt, params, position, is_last))

@@ -60,20 +60,19 @@ def test_the_packages_tool_runner_sends_the_whole_conversation_with_every_turn(
 
 
 @pytest.mark.slow
-def test_the_package_counts_tokens_and_reads_errors(qwen: Running, anthropic: Any, client: Any) -> None:
+def test_the_package_counts_tokens_and_reads_errors(
+    qwen: Running, anthropic: Any, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields = {"model": MODEL, "messages": HI, "tools": [TOOL]}
     usage = client.messages.create(max_tokens=500, **fields).usage
     num_prompt = usage.input_tokens + usage.cache_read_input_tokens
     assert client.messages.count_tokens(**fields).input_tokens == num_prompt == len(qwen.engine.submitted[-1][0])
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", max_tokens=9, messages=HI)
-    qwen.engine.fail_next = "out of blocks"
-    try:
-        stream = client.messages.create(max_tokens=9, stream=True, **fields)
-        with pytest.raises(anthropic.APIError, match="out of blocks"):
-            list(stream)
-    finally:
-        qwen.engine.fail_next = None
+    monkeypatch.setattr(qwen.engine, "fail_next", "out of blocks")
+    stream = client.messages.create(max_tokens=9, stream=True, **fields)
+    with pytest.raises(anthropic.APIError, match="out of blocks"):
+        list(stream)
 
 
 @pytest.mark.slow

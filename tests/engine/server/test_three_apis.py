@@ -84,13 +84,14 @@ def test_an_answer_ends_with_the_context_and_a_longer_prompt_is_refused(name: st
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_a_failure_is_a_status_or_the_last_event_of_a_stream(qwen: Running, name: str) -> None:
-    qwen.engine.fail_next = "out of blocks"
-    try:
-        whole = APIS[name].ask(qwen)
-        *_, last = events(APIS[name].ask(qwen, **APIS[name].stream))
-    finally:
-        qwen.engine.fail_next = None
+def test_a_failure_is_a_status_or_the_last_event_of_a_stream(
+    qwen: Running, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qwen.engine, "fail_next", "out of blocks")
+    whole = APIS[name].ask(qwen)
+    *_, last = events(APIS[name].ask(qwen, **APIS[name].stream))
+    monkeypatch.setattr(qwen.engine, "is_refusal", True)
+    assert APIS[name].ask(qwen).status_code == 400
     assert whole.status_code == 500 and whole.json()["error"]["message"] == "out of blocks"
     if name == "responses":
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
