@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,14 +167,11 @@ class Copy:
             tests |= self._tests_in(contexts for contexts in by_line.values() if "" not in contexts)
         chosen: list[str] = []
         passed_s = 0.0
-        folders = ["tests", *Path(mutation.path).with_suffix("").parts]
 
         def turn(file: str, position: int) -> int:
             """Return when a file's test at a position is run: with each name in common it runs four times as many at a time."""
-            parts = file.replace("test_", "").removesuffix(".py").split("/")
-            return position >> 2 * sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(folders, parts, strict=False))
-            )
+            paths = f"tests/{mutation.path}".removesuffix(".py"), file.replace("test_", "").removesuffix(".py")
+            return position >> 2 * len(Path(os.path.commonpath(paths)).parts)
 
         num_of = Counter[str]()
         turns: list[tuple[int, float, str]] = []

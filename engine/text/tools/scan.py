@@ -12,9 +12,10 @@ MAX_DEPTH = 64  # nesting of objects and lists
 MAX_FRAME_CHARS = 1024  # length of whitespace in a call's text before or after its arguments
 CONTEXT = 2  # number of parsed characters to keep, which show whether a paragraph begins
 
-STRING_REST = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
+# No group is repeated possessively, as in (…)*+: before Python 3.11.5 that matches too little.
+STRING_REST = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*', re.DOTALL)
 # JSON between brackets: whole strings, and what may be outside of strings.
-_PLAIN = re.compile(r'(?:[ \t\r\n\w+\-.,:]++|"(?:[^"\\]++|\\.)*+")*+', re.ASCII | re.DOTALL)
+_PLAIN = re.compile(rf'(?:[ \t\r\n\w+\-.,:]++|"{STRING_REST.pattern}")*', re.ASCII | re.DOTALL)
 _WEIGHTS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _BLANK = re.compile(r"\s*+")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}+")

@@ -164,8 +164,8 @@ def test_a_signal_ends_the_server_as_well(number: signal.Signals, tmp_path: Path
 
 
 def test_a_program_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "startup", "--command", "nosuchprogram {port}"]) == 1
-    assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: 'nosuchprogram'\n"
+    assert main(["bench", "startup", "--command", "/no/such/program {port}"]) == 1
+    assert capsys.readouterr().err == "penstock: [Errno 2] No such file or directory: '/no/such/program'\n"
 
 
 IDS = PromptSource(1000)
