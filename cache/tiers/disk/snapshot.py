@@ -121,4 +121,4 @@ def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
 
 
 def min_capacity(chunk_bytes: int) -> int:
-    return (3 * PAGE + index_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1
+    return (3 * PAGE + index_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191
