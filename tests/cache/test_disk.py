@@ -101,7 +101,10 @@ def test_du_never_exceeds_the_capacity(tmp_path: Path) -> None:
     assert du(tmp_path / "disk") - 4096 <= capacity
 
 
-def test_a_smaller_capacity_gives_room_back_and_a_larger_one_loses_nothing(tmp_path: Path) -> None:
+def test_a_smaller_capacity_gives_room_back_and_the_largest_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cache.tiers.disk.snapshot.MAX_CELLS", 64)
     limits = DiskLimits(slab_bytes=10 * cell_bytes(CHUNK))
     with Rig(tmp_path, cells=64, limits=limits) as rig:
         rig.store(*range(64))
@@ -149,12 +152,9 @@ def test_a_symbolic_link_in_the_directory_is_not_followed(tmp_path: Path, name: 
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     (folder / name).symlink_to(victim)
-    try:
-        with Rig(tmp_path) as rig:
-            rig.store("a")
-            rig.tier.flush()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), Rig(tmp_path) as rig:
+        rig.store("a")
+        rig.tier.flush()
     assert victim.read_bytes() == b"mine"
 
 
