@@ -25,18 +25,19 @@ from tests.support.simulation import BLOCK_SIZE, World, submit
 PROMPT = list(range(20))  # five blocks
 
 
-def with_the_prompt_on_the_disk(store: FlakyStore | None = None) -> World:
-    """Return a world that has run the prompt, and then others, until device and host have lost it."""
+def with_the_prompt_on_the_disk(store: FlakyStore | None = None, blocks_per_s: float | None = None) -> World:
+    """Return a world that has run the prompt, and then others, until device and host have lost it. It has loaded so many
+    blocks per second from its disk, and computes one token per second."""
     world = World(num_blocks=17, num_host_blocks=20, store=store or FlakyStore())
     assert world.cached("cold", PROMPT) == 0
     world.churn()
+    world.tiers.rates.loads["disk"].per_s, world.tiers.rates.prefill.per_s = blocks_per_s, 1.0
     return world
 
 
 def test_blocks_evicted_from_the_host_come_back_from_the_disk() -> None:
     world = with_the_prompt_on_the_disk()
-    root = namespace_root(model=world.executor.info.fingerprint)
-    keys = block_keys(PROMPT, BLOCK_SIZE, root=root)
+    keys = block_keys(PROMPT, BLOCK_SIZE, root=namespace_root(model=world.executor.info.fingerprint))
     assert len(keys) == 5 and not any(map(world.tiers.index.host.find, keys))
     assert world.cached("warm", PROMPT) == 19
     tiers = world.scheduler.stats().tiers
@@ -54,10 +55,11 @@ def test_records_that_a_scan_has_found_while_the_engine_was_idle_are_used() -> N
 
 
 def test_a_request_that_waits_for_its_reads_keeps_nobody_else_waiting() -> None:
-    world = with_the_prompt_on_the_disk()
+    """Not even one whose two blocks are on the disk as well: behind the first five, they would come after 14 seconds."""
+    world = with_the_prompt_on_the_disk(blocks_per_s=0.5)
     world.disk.is_stalled = True
     world.submit(submit("waits", PROMPT, max_tokens=2))
-    world.submit(submit("passes", [1, 2, 3], max_tokens=2))
+    world.submit(submit("passes", [30] * 9, max_tokens=2))
     world.step()
     world.step()
     assert len(world.tiers.loading) == 1
@@ -79,11 +81,10 @@ def test_a_read_that_comes_too_late_is_computed_and_serves_the_next_request() ->
 
 def test_what_lies_before_a_failed_read_is_used_and_the_rest_is_computed() -> None:
     world = with_the_prompt_on_the_disk()
-    index = world.tiers.index
     third = list(world.disk.data)[2]
     del world.disk.data[third]
     assert world.cached("warm", PROMPT) == 2 * BLOCK_SIZE
-    assert index.counts["failed_loads_disk"] == 1
+    assert world.tiers.index.counts["failed_loads_disk"] == 1
     world.churn()
     assert world.cached("again", PROMPT) == 19, "the block that was computed again is on the disk again"
 
@@ -130,26 +131,21 @@ def test_a_reset_forgets_every_tier_and_is_refused_while_a_store_is_at_work() ->
 
 
 def test_where_computing_is_faster_than_the_disk_nothing_is_waited_for() -> None:
-    world = with_the_prompt_on_the_disk()
-    rates = world.tiers.rates
-    rates.loads["disk"].add(1, 10.0)
-    rates.prefill.add(1000, 1.0)
+    world = with_the_prompt_on_the_disk(blocks_per_s=0.1)
     world.disk.is_stalled = True
     world.submit(submit("slow", PROMPT, max_tokens=2))
     world.run(limit=5)
     assert not world.num_cached("slow")
     world.disk.is_stalled = False
-    rates.loads["disk"].per_s = 1e6
+    world.tiers.rates.loads["disk"].per_s = 1e6
     world.churn()
     assert world.cached("fast", PROMPT) == 19
 
 
 def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "STATS_EVERY_S", 0.0)
-    world = with_the_prompt_on_the_disk(FlakyStore(delay=2, seed=1))
+    world = with_the_prompt_on_the_disk(FlakyStore(delay=2, seed=1), blocks_per_s=0.1)
     tiers = world.tiers
-    tiers.rates.loads["disk"].add(1, 10.0)
-    tiers.rates.prefill.add(1000, 1.0)
     before = tiers.rates.loads["disk"].seconds(1)
     assert world.cached("slow", PROMPT) == 0
     assert tiers.index.counts["loads_disk"] > 0 and tiers.rates.loads["disk"].seconds(1) < before
