@@ -7,10 +7,11 @@ import pytest
 
 from penstock import LoRARequest, SamplingParams
 from penstock.engine.invalid_request import InvalidRequest
+from penstock.engine.messages import UnloadAdapter
 from penstock.executor.protocol import AdapterError
 from tests.support.oracle import content_folder
 from tests.support.oracle_engine import oracle_llm
-from tests.support.simulation import CoreRig, alone, submit
+from tests.support.simulation import CoreRig, alone, serve, submit
 
 PROMPT = list(range(40))
 
@@ -100,7 +101,7 @@ def test_an_adapter_that_was_loaded_twice_is_unloaded_twice(tmp_path: Path) -> N
     rig.ask("one", key)
     rig.run()
     assert rig.tokens("one") == answer(key)
-    rig.core.unload_adapter(key)
+    serve(rig.core, [UnloadAdapter(key)])
     assert key not in rig.executor._adapters
 
 

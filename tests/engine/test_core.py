@@ -21,7 +21,7 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.front.liveness import SILENCE_S, STUCK_S, TICK_S, Liveness, ProcessLook, look_at
 from penstock.engine.http.kv_stream import keys_in
 from penstock.engine.messages import CacheUpdate, Control, ControlReply, Heartbeat, Ready, WatchCache, Withdraw
-from penstock.executor.protocol import ExecutorConfig, Step, StepResult, step_deadline_s
+from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import OracleExecutor, content_folder
@@ -78,7 +78,9 @@ def test_deadline_and_size_are_those_of_the_older_step_in_flight() -> None:
 
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_core_with_a_step_in_flight_settles_and_forgets(is_paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
+    """The last requests' blocks are in flight to a slow disk, and a step asks after them, now and then."""
+    pauses_s = list[float]()
+    monkeypatch.setattr(time, "sleep", pauses_s.append)
     monkeypatch.setattr(engine_core, "RESET_S", 0.2)
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
     store = FlakyStore(is_stalled=True)
@@ -87,8 +89,9 @@ def test_a_core_with_a_step_in_flight_settles_and_forgets(is_paused: bool, monke
     core.submit(submit("a", list(range(40)), max_tokens=4))
     while core.has_work():
         core.step()
-    core.settle(0.01)
-    assert not core.is_settled and not core.reset_prefix_cache()
+    for _ in range(9):
+        core.step()
+    assert pauses_s and not core.is_settled and not core.reset_prefix_cache()
     if is_paused:
         core.pauses.pause("keep")
     else:
@@ -118,24 +121,11 @@ def test_a_sleep_that_is_withdrawn_in_the_same_turn_is_not_begun() -> None:
     assert reply.error == "the caller has left" and not core.pauses.is_paused and not core.pauses.asleep
 
 
-def test_a_pause_may_take_as_long_as_the_steps_that_it_collects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.core.process.STEP_DEADLINE_S", -1.0)
-    core, duty = EngineCore(CONFIG, OracleExecutor(CONFIG.executor, 2)), Duty()
-    core.submit(submit("a", [1], max_tokens=3))
-    core.step()
-    overdue_s, collect = list[float](), core.executor.collect
-
-    def seen() -> StepResult:
-        overdue_s.append(heartbeat(core, duty).overdue_s)
-        return collect()
-
-    monkeypatch.setattr(core.executor, "collect", seen)
-    _take(core, Control(1, "pause", mode="keep"), duty, [], [])
-    assert overdue_s == [0.0]
-
-
-def test_loading_an_adapter_leaves_steps_their_own_deadlines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(CONTROL_DEADLINES_S, "load_adapter", -1.0)
+@pytest.mark.parametrize("message", [Control(1, "pause", mode="keep"), Control(1, "load_adapter")])
+def test_a_control_message_may_take_as_long_as_the_steps_that_it_collects(
+    message: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(CONTROL_DEADLINES_S, message.operation, -1.0)
     config = msgspec.structs.replace(CONFIG.executor, enable_lora=True)
     core, duty = EngineCore(CONFIG, OracleExecutor(config, 2)), Duty()
     executor = core.executor
@@ -153,17 +143,11 @@ def test_loading_an_adapter_leaves_steps_their_own_deadlines(monkeypatch: pytest
     for name in ("collect", "load_adapter"):
         monkeypatch.setattr(executor, name, watched(name, getattr(executor, name)))
     done: list[ControlReply] = []
-    (output,) = _take(core, Control(1, "load_adapter", path=content_folder(tmp_path, "a")), duty, [], done)
-    assert output is not None and output.request_id == "a" and done[0].adapter is not None
-    assert seen == [("collect", "a step", True), ("load_adapter", "load_adapter", False)]
-
-
-def ready() -> AsyncEngine:
-    """Return an engine whose core has loaded its model."""
-    engine = AsyncEngine(CONFIG)
-    assert engine.health().reason == "the model is loading" and engine.health().alive
-    engine._receive(Ready(OracleExecutor(CONFIG.executor).info))
-    return engine
+    duty.begin("a turn", -1.0)
+    (output,) = _take(core, msgspec.structs.replace(message, path=content_folder(tmp_path, "a")), duty, [], done)
+    assert output is not None and output.request_id == "a"
+    loads = [("load_adapter", "load_adapter", False)] if done[0].adapter else []
+    assert seen == [("collect", "a step", True), *loads] and bool(loads) == (message.operation == "load_adapter")
 
 
 def test_a_step_or_a_job_that_hangs_fails_the_health_check_by_its_name() -> None:
@@ -176,7 +160,9 @@ def test_a_step_or_a_job_that_hangs_fails_the_health_check_by_its_name() -> None
     assert beat.job == "load_adapter" and beat.overdue_s >= 12.0
     duty.end()
     assert heartbeat(core, duty).overdue_s == 0.0
-    engine = ready()
+    engine = AsyncEngine(CONFIG)
+    assert engine.health().reason == "the model is loading" and engine.health().alive
+    engine._receive(Ready(core.info))
     for overdue, job in ((beat, "load_adapter"), (Heartbeat(overdue_s=12.0), "a step")):
         engine._receive(Heartbeat(overdue_s=0.0))
         assert engine.health().ready

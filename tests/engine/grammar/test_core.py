@@ -3,13 +3,16 @@
 import random
 import re
 import threading
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from penstock.engine.config import SpeculativeConfig
+from penstock.engine.core.grammars import StepMasks
 from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.masks import MaskFiller
 from penstock.engine.grammar.rules import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs
@@ -144,7 +147,17 @@ CALLED = re.compile(r"call\([a-z]{3,9}, with=\[\d{1,6}\], and nothing else\)")
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_tokens_that_a_grammar_forces_are_computed_in_one_step_and_not_sampled(max_in_flight: int) -> None:
+def test_tokens_that_a_grammar_forces_are_computed_in_one_step_and_not_sampled(
+    max_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks of a single step are filled in another thread, so that it computes meanwhile."""
+    threads, fill = list[threading.Thread](), MaskFiller.fill
+
+    def noted(*arguments: Any) -> StepMasks:
+        threads.append(threading.current_thread())
+        return fill(*arguments)
+
+    monkeypatch.setattr(MaskFiller, "fill", noted)
     world = Core(max_in_flight=max_in_flight)
     world.submit(submit("a", [1, 2], CALL, 80))
     world.run()
@@ -153,6 +166,7 @@ def test_tokens_that_a_grammar_forces_are_computed_in_one_step_and_not_sampled(m
     assert stats.generation_tokens == num_tokens and stats.forced_tokens >= len("all(, with=[], and nothing else)") - 4
     assert stats.num_steps <= num_tokens - stats.forced_tokens + max_in_flight
     assert max(len(output.tokens) for output in world.outputs["a"]) > 15
+    assert (threading.main_thread() in threads) == (max_in_flight > 1)
 
 
 @pytest.mark.parametrize("max_in_flight", hardest([1, 2], 2))
