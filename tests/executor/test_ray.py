@@ -15,13 +15,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
+from penstock.executor.ranks.network import Hub, Spoke
 from penstock.executor.ranks.wire import Beat
 from tests.support.programs import Program, all_gone
-from tests.support.refusals import table
+from tests.support.refusals import cases, table
 from tests.support.small_models import folder, greedy
 
 # Starting a cluster and importing torch and Ray in each actor takes most of a minute on two quiet cores: `.ci/run` runs
@@ -29,6 +31,7 @@ from tests.support.small_models import folder, greedy
 pytestmark = pytest.mark.timeout(900)
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
+ray_executor = pytest.importorskip("penstock.executor.ranks.ray_executor")
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROMPT, COUNT = [5, 6, 7, 8, 9], 12  # what ray_driver.py asks
@@ -119,22 +122,25 @@ def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program,
 
 def test_a_rank_that_cannot_be_reached_is_not_asked_for_its_stacks() -> None:
     """Beyond a cut cable: the executor that gives up has to say why, whichever notices first, it or the connection."""
-    from penstock.executor.ranks.network import Hub
-    from penstock.executor.ranks.ray_executor import ActorProcess, Location
-
-    hub = Hub("127.0.0.1")
-    try:
+    with contextlib.closing(Hub("127.0.0.1")) as hub:
         with pytest.raises(ConnectionError, match="rank 0 cannot be reached"):
             hub.send(0, [b"anything"])
-        ActorProcess(0, Location("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
-    finally:
-        hub.close()
+        ray_executor.ActorProcess(0, ray_executor.Location("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
+
+
+@pytest.mark.parametrize(("error", "end"), cases(__file__, "ends of actors", **vars(ray_executor)))
+def test_the_end_of_an_actor_is_found_without_waiting_and_kept(
+    error: Exception | None, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Mock(side_effect=[([], ["done"]), (["done"], [])])  # it runs, and then no longer
+    monkeypatch.setattr(ray_executor, "ray", Mock(wait=wait, get=Mock(side_effect=error)))
+    actor = ray_executor.ActorProcess(0, ray_executor.Location("a node", "127.0.0.1", 1), None, "done", None)
+    assert [actor.death() for _ in range(3)] == [None, end, end]
+    wait.assert_called_with(["done"], timeout=0)
 
 
 def test_a_rank_that_reports_can_be_sent_to() -> None:
     """Steps and reports are two connections, and that of the steps may be the later one."""
-    from penstock.executor.ranks.network import Hub, Spoke
-
     heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with contextlib.closing(Hub("127.0.0.1")) as hub, late_way_to(hub.ticket(0).steps, 0.5) as steps:
         ticket = msgspec.structs.replace(hub.ticket(0), steps=steps)
@@ -172,7 +178,5 @@ def late_way_to(address: str, delay_s: float) -> Iterator[str]:
 
 @pytest.mark.parametrize(("url", "token", "is_refused"), table(__file__, "dashboards"))
 def test_an_open_dashboard_is_refused(url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.executor.ranks.ray_executor import is_open
-
     monkeypatch.setenv("RAY_AUTH_MODE", token)
-    assert is_open(url) == is_refused
+    assert ray_executor.is_open(url) == is_refused
