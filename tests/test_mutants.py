@@ -52,6 +52,7 @@ def test_most():
 """
 
 
+@pytest.mark.slow
 def test_unnoticed_changes_are_listed(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for path, text in {"src/product.py": PRODUCT, "checks/test_product.py": TESTS}.items():
