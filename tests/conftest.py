@@ -20,6 +20,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH"))))
 
 
+# Seconds after which a test hangs, on a machine that others use as well; those without a marker have the `timeout` of
+# pyproject.toml.
+LIMITS_S = {"slow": 1800, "nightly": 3600, "soak": 7200}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, limit_s in LIMITS_S.items():
+            if item.get_closest_marker(marker) is not None:
+                # In front of one that the function has for its fast cases: the first of them is in force.
+                item.add_marker(pytest.mark.timeout(limit_s), append=False)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Exempt all that was imported and collected from garbage collection: a full one takes a second otherwise."""

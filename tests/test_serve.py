@@ -24,8 +24,6 @@ from tests.support.programs import ROOT, Command, all_gone
 MODEL: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 BODY = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
-pytestmark = pytest.mark.timeout(400)  # importing torch, several times, on any machine
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

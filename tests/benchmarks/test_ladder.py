@@ -56,7 +56,6 @@ def lacking_modules() -> set[str]:
 QUICK = "1,6"  # one rung of each kind: measured here, and in a process of kernels
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.nightly
 @pytest.mark.parametrize("rungs", [QUICK, "1-9,15"])
 def test_rungs_run_on_a_bare_machine(rungs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

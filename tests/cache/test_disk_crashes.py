@@ -105,7 +105,6 @@ def swap(slab: mmap.mmap, draw: random.Random, cells: int) -> None:
 MUTATIONS: list[Callable[[mmap.mmap, random.Random, int], None]] = [flip_a_bit, zero_some, swap, swap, swap]
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [150, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_changed_bytes_are_a_miss_and_logged(tmp_path: Path, changes: int, caplog: pytest.LogCaptureFixture) -> None:
     """After each change all records are read; `Rig` compares every byte. Lost records are stored again."""
@@ -183,7 +182,6 @@ def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) ->
         rig.tier.check()
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [*hardest([6, 20], 6), pytest.param(1000, marks=pytest.mark.soak)])
 def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path, kills: int) -> None:
     draw = random.Random(1)
@@ -211,7 +209,6 @@ def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path:
             assert num_bad <= 2 and num_records - num_bad - num_hits <= 1
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedules", [20, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_lost_torn_and_reordered_writes_are_misses(tmp_path: Path, schedules: int) -> None:
     draw = random.Random(1)

@@ -55,7 +55,6 @@ def run_through(path: Path, calls: FaultyCalls) -> None:
     rig.close()
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fails_each", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
 def test_after_any_failed_call_the_tier_serves_nothing_wrong(tmp_path: Path, fault: Fault, fails_each: bool) -> None:

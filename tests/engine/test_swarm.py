@@ -238,12 +238,11 @@ def some_worlds(fast: range, num_all: int, *soaks: range) -> pytest.MarkDecorato
     if SEED in os.environ:
         seed = int(os.environ[SEED])
         return pytest.mark.parametrize("seeds", [range(seed, seed + 1)], ids=[f"seed {seed}"])
-    marks = pytest.mark.soak, pytest.mark.timeout(7200)
-    worlds = [fast, pytest.param(range(num_all), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("seeds", [*worlds, *(pytest.param(soak, marks=marks) for soak in soaks)], ids=str)
+    worlds: list[Any] = [fast, pytest.param(range(num_all), marks=pytest.mark.slow)]
+    worlds += [pytest.param(soak, marks=pytest.mark.soak) for soak in soaks]
+    return pytest.mark.parametrize("seeds", worlds, ids=str)
 
 
-@pytest.mark.timeout(900)  # a busy machine takes several times as long
 @some_worlds(range(24), 240, range(10_000, 12_000), range(20_000, 22_000))
 def test_random_worlds_keep_every_invariant_and_every_token(seeds: range, tmp_path: Path) -> None:
     total = Counter[str]()

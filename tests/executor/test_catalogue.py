@@ -263,8 +263,8 @@ def test_a_config_without_a_field_has_the_settings_of_transformers(case: str) ->
             assert read_spec(Fields(fields)) == read_spec(Fields(normalized)), given.keys() - fields.keys()
 
 
-NIGHTLY = pytest.mark.nightly, pytest.mark.timeout(3600)
-CHANGES = [*((case, 2) for case in DIVERSE), *(pytest.param(case, None, marks=NIGHTLY) for case in CASES | RECURRENT)]
+BY_NIGHT = (pytest.param(case, None, marks=pytest.mark.nightly) for case in CASES | RECURRENT)
+CHANGES = [*((case, 2) for case in DIVERSE), *BY_NIGHT]
 
 
 @pytest.mark.parametrize(("case", "count"), CHANGES)

@@ -195,7 +195,6 @@ def prompts_of(rng: random.Random) -> list[list[int]]:
     return [shared[: rng.choice([8, 21, 36, 40])] + [rng.randrange(160) for _ in range(5)] for _ in range(8)]
 
 
-@pytest.mark.timeout(600)  # transformers is slow at recurrent layers on a busy machine
 @pytest.mark.parametrize(("case", "num_spare", "options"), scheduled())
 def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
     case: str, num_spare: int, options: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

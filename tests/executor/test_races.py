@@ -148,7 +148,6 @@ class World(Simulation):
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = dict(cases(__file__, "kinds of watched worlds"))
 
 
-@pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize(
     ("kind", "num_steps"), [("mixed", 6), *(pytest.param(kind, 40, marks=pytest.mark.slow) for kind in KINDS)]
 )
@@ -206,7 +205,6 @@ def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
 FORGOTTEN = dict(cases(__file__, "forgotten waits", **globals()))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("wait", hardest(FORGOTTEN, "to wait for restores"))
 def test_a_forgotten_wait_is_detected(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, forget, message = FORGOTTEN[wait]

@@ -21,7 +21,6 @@ from tests.support.small_models import folder, greedy
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("ip") is None,
         reason="network namespaces need root and iproute2's ip; make nightly runs this file",

@@ -275,7 +275,6 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
     return count
 
 
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("kills", "least"), [(3, 3), pytest.param(2000, 100_000, marks=pytest.mark.soak)])
 def test_a_writer_killed_at_any_moment_tears_no_message(kills: int, least: int) -> None:
     rng = np.random.default_rng(1)
@@ -289,7 +288,6 @@ def _read_in_order(handle: Any, reader: int, count: int) -> None:
             assert int(sent) == number and content == number.to_bytes(8, "little") * (number % 40)
 
 
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", [5_000, pytest.param(10_000_000, marks=pytest.mark.soak)])
 def test_messages_keep_their_order_and_content(count: int) -> None:
     with MessageQueue.create(2, slots=8, slot_bytes=256) as writer:

@@ -137,10 +137,10 @@ def router(backend: Stub) -> Iterator[RunningRouter]:
         yield started
 
 
-NIGHTLY = pytest.mark.nightly, pytest.mark.timeout(900)
+BY_NIGHT = (pytest.param(seed, 50_000, marks=pytest.mark.nightly) for seed in (6, 7))
 
 
-@pytest.mark.parametrize(("seed", "count"), [(5, 2500), *(pytest.param(n, 50_000, marks=NIGHTLY) for n in (6, 7))])
+@pytest.mark.parametrize(("seed", "count"), [(5, 2500), *BY_NIGHT])
 def test_all_parsers_read_a_mangled_request_alike(router: RunningRouter, backend: Stub, seed: int, count: int) -> None:
     """Whatever bytes come in, each request behind the router is well-formed for two other parsers, with the same method,
     target and body, and there are never more of them than the client's parser may have meant."""

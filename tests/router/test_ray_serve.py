@@ -244,7 +244,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
 def test_a_changed_configuration_or_number_of_replicas_fails_no_request(fleet: Fleet) -> None:
     fleet.deploy()
     before = fleet.wait_for(2)
@@ -259,7 +258,6 @@ def test_a_changed_configuration_or_number_of_replicas_fails_no_request(fleet: F
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
 def test_a_killed_replica_is_replaced_and_costs_at_most_its_own_requests(fleet: Fleet) -> None:
     fleet.deploy()
     fleet.wait_for(2)
@@ -273,7 +271,6 @@ def test_a_killed_replica_is_replaced_and_costs_at_most_its_own_requests(fleet: 
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
 def test_the_number_of_replicas_follows_the_running_sequences(fleet: Fleet) -> None:
     fleet.deploy(replicas=1, max_replicas=2, sequences_per_replica=1)
     fleet.wait_for(1)

@@ -20,10 +20,7 @@ from tests.support.running_server import until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install -c constraints.txt playwright")
 CHROMIUM = shutil.which(os.environ.get("PENSTOCK_CHROMIUM", "chromium"))
-MARKS = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install --no-install-recommends chromium"),
-    pytest.mark.timeout(400),
-]
+MARKS = [pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install --no-install-recommends chromium")]
 TIMEOUT_MS = 120_000
 CHAT = "**/v1/chat/completions"
 

@@ -94,7 +94,6 @@ def fuzz(server: Running, seed: int, count: int) -> None:
     assert len(server.engine.answers) == 0
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("num_seeds", "count"), [(1, 1200), pytest.param(50, 2000, marks=pytest.mark.nightly)])
 def test_random_requests_are_answered_or_refused(num_seeds: int, count: int) -> None:
     with running(FakeEngine()) as server:

@@ -20,7 +20,6 @@ import pytest
 
 from tests.support import cards
 
-pytestmark = pytest.mark.timeout(3600)
 HERE = Path(__file__).parent
 # Two processes, each with what it compiles; some 190 kernels for each card in all, a few seconds each.
 OTHERS = ["few", "A100", "L40S", "B200", "RTX_PRO"]

@@ -105,7 +105,6 @@ MANY = [pytest.param(vocab, marks=pytest.mark.slow) for vocab in (8193, 32_000, 
 MOST = pytest.param(151_936, marks=pytest.mark.nightly)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("vocab", [257, *MANY, MOST])
 def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: torch.device, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
