@@ -68,7 +68,6 @@ class CacheMap:
             self._name_slots()
         cache = ReplicaCache(row, space, num_blocks, self._clock())
         self._caches[row] = cache
-        self._slots[:, row] = EMPTY
         self._slots[0, row] = self._add_slot(cache)
         self._number_spaces()
         return cache
