@@ -25,12 +25,12 @@ class Abilities:
     """The abilities of one server, and the material for its prompts."""
 
     model: str
+    block: int
+    context: int  # tokens of a prompt and its answer; 0: not told
     supported: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)  # with the reason
     adapters: list[str] = field(default_factory=list)
-    block: int = 16
-    context: int = 0  # tokens of a prompt and its answer; 0: not told
-    longest: int = 192  # tokens of a prompt
+    longest: int = 0  # tokens of a prompt
     material: Material = ()
     answer_s: float = 0.0  # for a typical answer
     most_tokens: int = 0  # of an answer to a question; 0: as many as it asks for
