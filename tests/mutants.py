@@ -138,20 +138,9 @@ class Copy:
         seconds, settings = self.work / "seconds.json", self.work / "settings.ini"
         if not seconds.exists():
             settings.write_text(SETTINGS.format(tree=self.tree, data=self.work / "lines"))
-            command = [
-                "-m",
-                "coverage",
-                "run",
-                f"--rcfile={settings}",
-                "-m",
-                "pytest",
-                "-q",
-                "-n2",
-                "-p",
-                "tests.mutants",
-            ]
+            command = ["-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", "-n2"]
             environment = {"COVERAGE_PROCESS_START": str(settings), "MUTANTS_SECONDS": str(seconds)}  # of children, too
-            self.run([*command, *tests], 4 * 3600.0, **environment)
+            self.run([*command, "-p", "tests.mutants", *tests], 4 * 3600.0, **environment)
             subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"], check=True)
         self._seconds = json.loads(seconds.read_text())
         self._data.read()

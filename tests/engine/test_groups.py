@@ -70,12 +70,8 @@ def test_a_hit_needs_the_blocks_within_the_window_alone() -> None:
 def test_a_prefix_is_found_up_to_the_last_checkpoint_and_computed_from_there() -> None:
     """Three pages a state, one group of attention: a checkpoint at every third block, and at the prompt's last one."""
     world = World(groups=(FULL, STATE), max_num_batched_tokens=64)
-    assert world.cached("a", list(range(30))) == 0
-    assert world.cached("b", list(range(30))) == 28
-    assert world.cached("c", [*range(14), 49, 49, 49]) == 12
-    assert world.cached("d", [*range(22), 49, 49, 49]) == 12, "the fifth block had no checkpoint"
-    assert world.cached("e", [*range(22), 48, 48, 48]) == 20, "where two ways part, there is one now"
-    assert world.cached("f", list(range(28))) == 24, "the last token needs the state before it"
+    for name, prompt, num_cached in cases(__file__, "prompts with checkpoints"):
+        assert world.cached(name, [*prompt]) == num_cached, name
 
 
 @pytest.mark.parametrize(("device", "counts"), [("cpu", [12, 12, 12, 12, 2]), ("cuda", [24, 24, 2])])

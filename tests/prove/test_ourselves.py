@@ -119,11 +119,8 @@ def test_every_sample_is_read_as_the_library_reads_it() -> None:
     assert ("blocks", 'state="held"', math.inf) in ours
 
 
-def test_sums_are_over_all_labels_or_by_one() -> None:
+def test_sums_are_over_all_labels_or_by_one_and_lines_in_another_format_are_skipped() -> None:
     snapshot = Metrics.of('a{x="1",y="2"} 3\na{x="1",y="3"} 4 1700000000000\na{x="2"} 5\n\n# a comment\nb 7\n')
     assert (snapshot.total("a"), snapshot.total("b"), snapshot.total("c")) == (12, 7, None)
     assert [snapshot.total("a", label) for label in ('x="1"', 'x="2"', 'y="4"')] == [7, 5, None]
-
-
-def test_lines_in_another_format_are_skipped() -> None:
     assert Metrics.of("<html>\na{\na b\na\na 1.2.3\n").samples == []

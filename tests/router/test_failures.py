@@ -19,7 +19,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.router.backend import Backend
-from penstock.router.exchange import STALLED_S
+from penstock.router.exchange import STALLED_S, Exchange
 from penstock.router.fleet.fleet import RESERVE, RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
 from penstock.router.http.heads import ClientRequest
@@ -37,10 +37,6 @@ FULL = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-
 
 def full(seen: Seen, sock: socket.socket) -> bytes:
     return FULL
-
-
-def break_off_while_full(seen: Seen, sock: socket.socket) -> None:
-    sock.sendall(FULL[:-1])
 
 
 def load(
@@ -121,14 +117,13 @@ def test_a_bug_of_the_router_is_a_500_and_ends_the_request(
     is_long: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = "a" * (INLINE_CHARS + 1 if is_long else 1)
-    with stub() as backend, running_router(backend.url) as router:
-        monkeypatch.setattr(RetryBudget, "deposit", lambda *_: 1 // 0)
-        assert router.complete(prompt).status_code == 500
-        monkeypatch.undo()
-        monkeypatch.setattr(Leg, "start", lambda *_: 1 // 0)  # with its load charged
-        assert router.complete(prompt).status_code == 500
-        monkeypatch.undo()
+    with stub(hang_up) as backend, running_router(backend.url) as router:
+        for owner, name in (RetryBudget, "deposit"), (Leg, "start"), (Exchange, "_failure"):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, lambda *_, **__: 1 // 0)
+                assert router.complete(prompt).status_code == 500
         assert router.call(lambda: len(router.app.exchanges)) == 0 and "ZeroDivisionError" in caplog.text
+        backend.answer = ok
         assert router.complete(prompt).status_code == 200
 
 
@@ -240,7 +235,7 @@ def test_each_kind_of_failure_has_its_answer(
         assert (status(answer), words in answer) == (code, True), answer
         assert sum(bool(each.seen) for each in backends) == num_asked
         assert sum(each.num_failures for each in router.fleet.replicas.values()) == num_failures
-        until(lambda: router.states() == ["up"] * len(answers))
+        until(lambda: router.states() == ["up"] * len(answers) and not router.app.exchanges)
         counts = {key[2]: count for key, count in router.app.metrics.counts.items() if key[0] == "requests"}
         assert counts == {code: 1}
 
@@ -299,10 +294,7 @@ def test_every_attempt_has_the_whole_response_timeout(end: bytes | None) -> None
 
 
 def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
-    def once(seen: Seen, sock: socket.socket) -> None:
-        sock.sendall(whole())  # and hangs up, without having said so
-
-    with stub(once) as backend, running_router(backend.url) as router:
+    with stub(lambda seen, sock: sock.sendall(whole())) as backend, running_router(backend.url) as router:
         assert [router.complete().status_code for _ in range(5)] == [200] * 5
         assert router.fleet.replicas[backend.url].num_failures == 0
 

@@ -76,6 +76,21 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
         ray_serve.Program(["serve", str(tmp_path / "missing"), "--port", "0"])
 
 
+def test_a_program_answers_and_shows_its_log_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "sk-mine")
+    (tmp_path / "list").touch()
+    program = ray_serve.Program(["route", "--discover", f"file:{tmp_path}/list", "--port", "0"])
+    assert "router_requests_total" in program.fetch("/metrics")
+    with pytest.raises(OSError, match="404"):
+        program.fetch("/nothing")
+    asyncio.run(program.stop())
+    with pytest.raises(OSError, match="has ended with code 0"):
+        program.fetch("/metrics")
+    until(lambda: "shutting down" in capsys.readouterr().out)
+
+
 def test_the_list_of_replicas_is_replaced_whole_after_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "replicas.txt"
     lists: list[str] = []  # before each look at the addresses

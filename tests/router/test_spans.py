@@ -2,22 +2,16 @@
 
 import socket
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, collecting, traced
+from tests.support.collector import PARENT, TRACE, Collector, SpanSeen, traced
+from tests.support.collector import collector as collector
 from tests.support.raw_http import clients, exchange, post, status
 from tests.support.refusals import cases, table
 from tests.support.router_fleet import mock_replicas, running_router, stub_fleet
 from tests.support.router_stub import EVENT, STREAM, Hold, Seen, first_fails, hang_up, in_turn, ok, stub, whole
 from tests.support.running_server import until
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as started:
-        yield started
 
 
 def headers(flag: str = "01") -> dict[str, str]:

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.load import PolicyConfig
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, PreparedRequest, PromptReader, RequestFields
-from penstock.router.placement.segments import SegmentCache
+from penstock.router.placement.segments import MIN_CHARS, OVERHEAD_BYTES, SegmentCache
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.refusals import cases, table
 from tests.support.router_fleet import RunningRouter, client_request, mock_replicas, running_router
@@ -65,22 +66,23 @@ def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(
 ) -> None:
     tokenizer, template = smollm
     cache = SegmentCache(tokenizer)
-    tokenized: list[str] = []
-    encode_batch = tokenizer.encode_batch
-
-    def encode(texts: list[str], adds: bool) -> list[list[int]]:
-        tokenized.extend(texts)
-        return encode_batch(texts, adds)
-
-    monkeypatch.setattr(tokenizer, "encode_batch", encode)
+    monkeypatch.setattr(tokenizer, "encode_batch", encode := Mock(wraps=tokenizer.encode_batch))
     messages: list[dict[str, Any]] = []
     assert template is not None
     for turn in range(4):
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
         messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
-        tokenized.clear()
+        encode.reset_mock()
         cache.encode(template.render(messages_of(messages)), False)
-        assert sum(map(len, tokenized)) < 900
+        assert sum(map(len, encode.call_args.args[0])) < 900
+
+
+def test_a_segment_may_fill_the_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text = byte_tokenizer(), "x" * MIN_CHARS
+    cache = SegmentCache(tokenizer, OVERHEAD_BYTES + 8 * MIN_CHARS)
+    monkeypatch.setattr(tokenizer, "encode_batch", encode := Mock(wraps=tokenizer.encode_batch))
+    assert cache.encode(text, False) == cache.encode(text, False)
+    encode.assert_called_once()
 
 
 def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
@@ -96,9 +98,8 @@ def test_a_text_is_not_cut_at_special_tokens_that_strip_spaces() -> None:
     tokenizer.backend.add_tokens([AddedToken("<eos>x", normalized=False)])
     cache = SegmentCache(tokenizer)
     assert not cache.is_exact  # the first is greedy, and the other may belong to a longer token
-    assert memoryview(cache.encode("a <greedy> b<eos>x", False)).cast("i").tolist() == tokenizer.encode(
-        "a <greedy> b<eos>x"
-    )
+    text = "a <greedy> b<eos>x"
+    assert memoryview(cache.encode(text, False)).cast("i").tolist() == tokenizer.encode(text)
 
 
 def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRouter) -> None:
@@ -180,16 +181,16 @@ def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer
     assert text_digest(*texts[1]) == text_digest(byte_tokenizer(), line_template())
 
 
-@pytest.mark.parametrize("form", table(__file__, "binary forms"))
-def test_a_binary_form_of_the_wrong_size_is_refused(form: bytes) -> None:
-    with pytest.raises(HttpError) as refusal:
+@pytest.mark.parametrize(("form", "message"), table(__file__, "binary forms"))
+def test_a_binary_form_of_the_wrong_size_is_refused(form: bytes, message: str) -> None:
+    with pytest.raises(HttpError, match=message) as refusal:
         token_form.unpack(form)
     assert refusal.value.status == 400
 
 
-def test_ids_outside_the_vocabulary_are_refused_in_the_binary_form(tokenizing: RunningRouter) -> None:
+def test_no_ids_and_ids_outside_the_vocabulary_are_refused_in_the_binary_form(tokenizing: RunningRouter) -> None:
     url = next(iter(tokenizing.fleet.replicas))
-    for ids in (b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
+    for ids in (b"", b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
         form = token_form.join(b'{"prompt":null}', ids)
         answer = tokenizing.http.post(
             url + COMPLETIONS, content=form, headers={"content-type": token_form.CONTENT_TYPE.decode()}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -87,3 +88,9 @@ def collecting() -> Iterator[Collector]:
         collector.url = server.url + "/v1/traces"
         yield collector
         collector.may_answer.set()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as started:
+        yield started

@@ -206,19 +206,18 @@ def test_a_few_prefixes_come_again_and_again() -> None:
     assert len({tuple(sample.prompt) for sample in drawn}) == 60
 
 
-def conversation(question: str, *answers: str) -> dict[str, Any]:
-    return {"conversations": [{"from": "human", "value": question}, *({"from": "gpt", "value": a} for a in answers)]}
-
-
 def test_conversations_give_their_first_question_and_the_length_of_its_answer(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
-    long, short, alone = conversation("q" * 5000, "a" * 40), conversation("q" * 40, "a"), conversation("q" * 40)
-    good = conversation("Where does the river end?", "In the sea, after four hundred kilometres.")
-    path.write_text(json.dumps([long, short, alone, good]))
+    skipped = [[4097, 40], [4096, 4097], [12, 40], [40, 12], [40]]
+    lengths = [[13, 16], [4096, 4096, 7], *skipped]  # number of characters of each turn
+    chats = [{"conversations": [{"from": "x", "value": "x" * length} for length in each]} for each in lengths]
+    path.write_text(json.dumps(chats))
     options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
-    assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
-    with pytest.raises(ConfigError, match=f"num_prompts: 2 given; {path} has 1 to use"):
-        samples(*options, count=2)
+    short, long = Sample("x" * 13, 4, 4), Sample("x" * 4096, 1024, 1024)
+    drawn = {tuple(samples(*options, count=2, seed=seed)) for seed in range(20)}
+    assert drawn == {(short, long), (long, short)}
+    with pytest.raises(ConfigError, match=f"num_prompts: 3 given; {path} has 2 to use"):
+        samples(*options, count=3)
 
 
 def test_a_trace_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:

@@ -9,19 +9,14 @@ import pytest
 
 from penstock.engine.http import telemetry, tracing
 from penstock.engine.http.telemetry import Telemetry, check, traces_url
-from tests.support.collector import PARENT, TRACE, Collector, collecting, traced
+from tests.support.collector import PARENT, TRACE, Collector, traced
+from tests.support.collector import collector as collector
 from tests.support.fake_engine import FakeEngine
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
 from tests.support.running_server import MODEL, Running, running, until
 
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    with collecting() as started:
-        yield started
 
 
 @contextlib.contextmanager

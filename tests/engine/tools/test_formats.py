@@ -25,7 +25,6 @@ from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
 from tests.support import chat_samples
 from tests.support.call_writers import FORMS, WRITERS
-from tests.support.chat_samples import CHATML, HARMONY, QWEN3
 from tests.support.refusals import cases
 from tests.support.tool_samples import CALL, CLOCK, FORMATS, SPECIAL, WEATHER, AnswerGrammar, calls_of
 from tests.support.tool_samples import read_with as read
@@ -57,10 +56,8 @@ def test_an_entry_of_the_table_has_fields_of_its_kind_and_a_note_alone() -> None
 
 
 def test_the_marks_of_reasoning_are_found_in_the_template() -> None:
-    assert thinking.detect(QWEN3) == thinking.THINK
-    assert thinking.detect("{{ x.split('</think>') }}") == thinking.THINK
-    assert thinking.detect("[SYSTEM_PROMPT][THINK]") == thinking.MISTRAL
-    assert thinking.detect(CHATML) is None
+    for source, marks in cases(__file__, "templates with reasoning", **vars(chat_samples), thinking=thinking):
+        assert thinking.detect(source) is marks
 
 
 @pytest.mark.parametrize(("prompt", "is_open", "is_over"), cases(__file__, "ends of prompts"))
@@ -225,9 +222,3 @@ def test_an_answer_has_its_form_in_the_final_channel_behind_reasoning(special: b
         assert form.accepts(final) and form.accepts(THOUGHT + final) and form.refuses(THOUGHT + FINAL)
     assert form.accepts(THOUGHT + TO_TOOL)
     assert held(special, calls()).accepts(THOUGHT + FINAL)
-
-
-def test_the_format_is_found_in_the_template_and_not_in_others() -> None:
-    assert formats.detect(HARMONY, True, False) is FORM and thinking.detect(HARMONY) is thinking.HARMONY
-    phi = "<|user|>{{ m }}<|end|>{{ tools }}"
-    assert thinking.detect(phi) is None and formats.detect(phi, True, False) is None
