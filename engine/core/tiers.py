@@ -144,7 +144,6 @@ class Tiers:
         """End the loads and copies of a request that leaves the device or the queue, before its pages are released."""
         self._loads.release(request)
         self.index.host.release([host_block for host_block, _ in self._restoring.pop(request, ())])
-        request.kv.is_restoring = False
         # Its blocks count as used in all tiers: a tier's content must not age because a nearer tier always has it.
         keys = self._keys.used(request)
         self.index.touch(keys)
