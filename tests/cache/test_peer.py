@@ -10,7 +10,7 @@ from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer import server as peer_server
 from penstock.cache.tiers.peer.address import read_address, read_secret
 from penstock.cache.tiers.peer.store import Load, PeerTier
-from penstock.cache.tiers.peer.wire import Block, Get, Miss, checksum_seed
+from penstock.cache.tiers.peer.wire import Block, Get, Miss, checksum_seed, curve_keys
 from tests.support.peer_rig import (
     CHUNK,
     FINGERPRINT,
@@ -85,7 +85,12 @@ def test_what_comes_and_goes_at_the_peer_is_heard() -> None:
 
 
 @pytest.mark.parametrize(("server_secret", "secret"), [(SECRET, ""), (SECRET, SECRET + "!"), ("", SECRET)])
-def test_no_end_believes_another_secret(server_secret: str, secret: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_end_believes_another_secret_even_if_it_knows_the_servers_key(
+    server_secret: str, secret: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (keys := curve_keys(secret)) and (known := curve_keys(server_secret)):
+        keys = keys._replace(server_public=known.server_public)
+    monkeypatch.setattr("penstock.cache.tiers.peer.lanes.curve_keys", lambda _: keys)
     with serving(Source(), secret=server_secret) as server, tier(server.endpoint, secret=secret) as peer:
         until(lambda: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
         until(lambda: bool(caplog.messages), "it is said")
