@@ -20,6 +20,7 @@ from tests.support.flaky_store import FlakyStore
 from tests.support.oracle import OracleExecutor
 from tests.support.oracle_engine import oracle_llm
 from tests.support.peer_rig import free_addresses, until
+from tests.support.refusals import table
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
 PROMPT = list(range(20))  # five blocks
@@ -218,12 +219,9 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
 
 
 def test_less_than_two_blocks_and_paths_of_files_are_refused_by_name(folder: Path, disk: str) -> None:
-    with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
-        oracle(folder, kv_host_bytes=5000)
-    with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):
-        oracle(folder, kv_disk_path=disk, kv_disk_bytes=5000)
-    with pytest.raises(ExecutorError, match="kv_disk_path: '.*config.json'"):
-        oracle(folder, kv_disk_path=str(folder / "config.json"), kv_disk_bytes="1GiB")
+    for options, message in table(__file__, "sizes and paths of tiers", disk=disk, config=str(folder / "config.json")):
+        with pytest.raises(ExecutorError, match=message):
+            oracle(folder, **options)
 
 
 def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: Path, disk: str) -> None:
