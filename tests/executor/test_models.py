@@ -190,18 +190,14 @@ def with_pool(case: str, num_spare: int, ranks: int) -> Iterator[Any]:
     yield alone
 
 
-def prompts_of(rng: random.Random) -> list[list[int]]:
-    shared = [rng.randrange(160) for _ in range(40)]
-    return [shared[: rng.choice([8, 21, 36, 40])] + [rng.randrange(160) for _ in range(5)] for _ in range(8)]
-
-
 @pytest.mark.parametrize(("case", "num_spare", "options"), scheduled())
 def test_requests_get_transformers_tokens_whatever_happens_to_their_blocks(
     case: str, num_spare: int, options: set[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Chunked, batched, preempted and cached requests. Stale blocks are NaN at first, then another request's or group's."""
     rng = random.Random(5)
-    given = prompts_of(rng)
+    shared = [rng.randrange(160) for _ in range(40)]
+    given = [shared[: rng.choice([8, 21, 36, 40])] + [rng.randrange(160) for _ in range(5)] for _ in range(8)]
     expected = [greedy(case, prompt, COUNT) for prompt in given]
 
     def guess(_drafter: Drafter, asking: Request, room: int) -> tuple[int, ...]:

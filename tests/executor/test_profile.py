@@ -235,6 +235,11 @@ def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.Mo
     monkeypatch.setattr(executor._rank.runner._inputs, "flush", full)
     with pytest.raises(ExecutorError, match="for a step: lower .*max_num_batched_tokens or max_num_seqs"):
         executor.submit(Step(1, [], []))
+    monkeypatch.setattr("penstock.executor.ranks.weights_lifecycle.load_update", full)
+    with pytest.raises(
+        ExecutorError, match="for the weights, beside those that compute,: put the engine to sleep before"
+    ):
+        executor.update_weights(config.model or "")
     monkeypatch.setattr(rank_builder, "load_model", full)
     with pytest.raises(ExecutorError, match="for the weights: .*tensor_parallel_size"):
         UniprocExecutor(config)

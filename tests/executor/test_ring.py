@@ -68,14 +68,6 @@ def forked(job: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, Cal
     os.close(write_end)
 
 
-def in_sleep(queue: MessageQueue, bell: int) -> None:
-    """Return once a process sleeps on the bell."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not queue._segment._line[bell].sleepers:
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, SLOT - 1, SLOT, SLOT + 1, 3 * SLOT, 1_000_003])
 def test_parts_of_any_size_and_kind_arrive_whole(size: int) -> None:
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
@@ -216,7 +208,8 @@ def test_closing_an_end_that_waits_ends_its_wait(side: str) -> None:
             writer.send((b"0",))
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(lambda: writer.send((b"1",)) if end is writer else received(reader, None))
-            in_sleep(writer, 1 if end is writer else 0)
+            while not writer._segment._line[1 if end is writer else 0].sleepers:  # until it sleeps on its bell
+                time.sleep(0.001)
             end.close()
             assert isinstance(waiting.exception(PATIENCE_S), RingClosed)
 
