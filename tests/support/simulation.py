@@ -249,12 +249,13 @@ def serve(core: EngineCore, *arrivals: list[ToCore]) -> list[FromCore]:
     """Run the loop of the core's process, which receives one of these lists whenever it has nothing to do, and at last its
     end. Return what it sends."""
     end: list[ToCore] = [Shutdown()]
-    batches, sent = iter([*arrivals, end]), list[FromCore]()
+    batches, sent, duty = iter([*arrivals, end]), list[FromCore](), process.Duty()
 
     def receive(timeout_s: float | None) -> list[ToCore]:
+        assert duty.job is None, "a core that waits for messages has no job that could be overdue"
         return [] if timeout_s in (0.0, process.TRANSFER_POLL_S) else next(batches)
 
-    process._serve(core, cast(Any, SimpleNamespace(receive=receive, send=sent.append)), process.Duty())
+    process._serve(core, cast(Any, SimpleNamespace(receive=receive, send=sent.append)), duty)
     return sent
 
 
