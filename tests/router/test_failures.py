@@ -236,6 +236,7 @@ def test_each_kind_of_failure_has_its_answer(
         assert sum(bool(each.seen) for each in backends) == num_asked
         assert sum(each.num_failures for each in router.fleet.replicas.values()) == num_failures
         until(lambda: router.states() == ["up"] * len(answers) and not router.app.exchanges)
+        until(lambda: not any(each.pool.busy for each in router.fleet.replicas.values()))
         counts = {key[2]: count for key, count in router.app.metrics.counts.items() if key[0] == "requests"}
         assert counts == {code: 1}
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.http.telemetry import Telemetry
 from penstock.router.backend import RouteError, canonical_url
 from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.http.upstream import ConnectFailed, Upstream
@@ -84,7 +85,7 @@ def test_keys_come_from_the_configuration_and_the_environment() -> None:
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
 
 
-@pytest.mark.parametrize(("options", "environment", "words"), table(__file__, "configurations"))
+@pytest.mark.parametrize(("options", "environment", "words"), table(__file__, "configurations", Telemetry=Telemetry))
 def test_a_configuration_that_cannot_work_is_refused(
     options: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
