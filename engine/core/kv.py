@@ -102,6 +102,8 @@ class Kv:
         if copies[-1]:
             pool.hold(state)
             kv.checkpoints[num] = state
+        elif state:
+            kv.kept.append(num)
         kv.branch = prefix.num_seen if prefix.num_seen > num else 0
         from_tiers = self.tiers.restore(request, copies)
         # The logits of the last token are always needed. If all tokens are cached, it is computed again and not stored

@@ -128,6 +128,15 @@ def test_all_groups_come_back_from_the_host_and_an_earlier_engines_disk(groups: 
     world.executor.close()
 
 
+def test_a_state_that_the_device_has_ages_no_faster_than_its_blocks() -> None:
+    world = World(num_host_blocks=400, store=(store := FlakyStore()), groups=(FULL, STATE))
+    prompts = {"first": [*range(21)], "other": [40] * 21, "again": [*range(21)], "next": [50] * 9}
+    for name, prompt in prompts.items():  # what the last one stores takes along which keys were used
+        world.cached(name, prompt)
+    first, other = (key_of(world, submit("", prompts[name]).tokens, 4, group=0) for name in ("first", "other"))
+    assert [*store.data].index(page_key(first, 1)) > [*store.data].index(other)
+
+
 def key_of(world: World, tokens: bytes, block: int, group: int) -> bytes:
     keys = block_keys(tokens, BLOCK_SIZE, root=namespace_root(model=world.executor.info.fingerprint))
     return page_key(keys[block], group) if group else keys[block]
