@@ -1,6 +1,5 @@
-"""The ladder of a first half hour on a GPU, rehearsed on a CPU: it needs no package that a bare machine lacks, goes on
-after a failure, and resumes.
-The measurements on a GPU, rehearsed on a CPU at sizes that measure nothing: a part runs to its end or says why not."""
+"""The ladder of a first half hour on a GPU, rehearsed on a CPU at sizes that measure nothing: it needs no package that a
+bare machine lacks, goes on after a failure, and resumes; a part runs to its end or says why not."""
 
 import argparse
 import importlib
@@ -77,9 +76,10 @@ def test_rungs_run_on_a_bare_machine(rungs: str, monkeypatch: pytest.MonkeyPatch
     if rungs == QUICK:
         return
     assert len(figures["twins"]) > 25 or "twins" in figures["twins"]
-    assert figures["kernel tests"]["tests"]["exit_code"] == 0
-    assert figures["graphs"]["tests"]["exit_code"] == 0
-    assert len(figures["decoding"]["llama-3.1-8b, dependent launch: profile 3 at 24"]["kernels"]) == 14
+    assert [figures[name]["tests"]["exit_code"] for name in ("kernel tests", "graphs")] == [0, 0]
+    shown = figures["decoding"]["llama-3.1-8b, dependent launch: profile 3 at 24"]["kernels"]
+    assert {"aten::index_select", "aten::add"} <= {each["kernel"] for each in shown}
+    assert shown == sorted(shown, key=lambda each: -each["us"])
     assert figures["whole qwen3-0.6b"]["decode 3 at 24"]["step_ms"] > 0
     compared = figures["switches"].values()  # without a GPU both ways are the same, and have no ratio
     assert len(compared) == 6 and all(figure.keys() == {"off_ms", "on_ms"} for figure in compared)

@@ -66,7 +66,7 @@ def crowded(rng: random.Random, ranks: int, disk: str) -> dict[str, Any]:
         "max_num_batched_tokens": rng.choice([8, 24, 128]),
         "enable_prefix_caching": bool(tiers) or rng.random() < 0.9,
         "patience_s": rng.choice([0.01, 30.0]),
-        "speculative_config": msgspec.to_builtins(random_drafts(rng)) if rng.random() < 0.6 else None,
+        "speculative_config": msgspec.to_builtins(random_drafts(rng, False)) if rng.random() < 0.6 else None,
         **tiers,
     }
 

@@ -293,8 +293,8 @@ def alone(
     return sequence.output, None, prompt_logprobs
 
 
-def random_drafts(rng: random.Random) -> SpeculativeConfig:
-    least, has_layer = rng.randint(1, 3), rng.random() < 0.5
+def random_drafts(rng: random.Random, may_have_layer: bool = True) -> SpeculativeConfig:
+    least, has_layer = rng.randint(1, 3), rng.random() < 0.5 and may_have_layer
     return SpeculativeConfig(
         method="mtp" if has_layer else "ngram",
         num_speculative_tokens=rng.randint(1, MAX_LAYER_DRAFTS if has_layer else 9),
