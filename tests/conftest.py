@@ -20,8 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH"))))
 
 
-# Seconds after which a test hangs, on a machine that others use as well; those without a marker have the `timeout` of
-# pyproject.toml.
+# Seconds after which a test hangs, on a busy machine as well; pyproject.toml has the limit of tests without a marker.
 LIMITS_S = {"slow": 1800, "nightly": 3600, "soak": 7200}
 
 

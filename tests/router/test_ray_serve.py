@@ -287,6 +287,8 @@ def test_a_killed_replica_is_replaced_and_costs_at_most_its_own_requests(fleet: 
 
 @pytest.mark.nightly
 def test_the_number_of_replicas_follows_the_running_sequences(fleet: Fleet) -> None:
+    fleet.deploy(num_replicas=1)  # Ray Serve waits ten minutes before it takes a replica away by itself
+    fleet.wait_for(1)
     fleet.deploy(replicas=1, max_replicas=2, sequences_per_replica=1)
     fleet.wait_for(1)
     with fleet.clients() as failures:
