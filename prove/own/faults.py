@@ -58,11 +58,11 @@ async def _stop_core(scene: FaultScene) -> str:
         async with asyncio.timeout(UNHEALTHY_S):
             while (await scene.asker.fetch("GET", "/health"))[0] == 200:
                 await asyncio.sleep(0.1)
+        return await _end(scene, is_good=False)
     except TimeoutError:
         return f"/health is 200 although the core has been stopped for {UNHEALTHY_S:g} s"
-    finally:
+    finally:  # not before the server has given the core up: one that goes on in time keeps its server alive
         scene.server.signal(stopped, signal.SIGCONT)
-    return await _end(scene, is_good=False)
 
 
 async def _stop_server(scene: FaultScene) -> str:

@@ -19,7 +19,7 @@ from ..http_client import Client, Target
 from ..options import ProveError
 from ..tables import load_table
 
-START_S, END_S, STOP_GRACE_S = 300.0, 60.0, 10.0
+START_S, END_S, STOP_GRACE_S = 300.0, 15.0, 10.0
 PENSTOCK = (sys.executable, "-P", "-c", "import sys; from penstock.cli import main; sys.exit(main())")
 DIE_WITH = (sys.executable, "-P", "-m", "penstock.executor.process_life")  # then the parent's PID, then the command
 TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # 21 blocks of the default model
