@@ -33,9 +33,10 @@ INSTALL := $(BIN)/pip install --no-compile --disable-pip-version-check -c .venv/
 PIP := $(INSTALL) -qq
 # Of what pip prints, the large files as they come and the start of unpacking: minutes on a slow or busy machine.
 LARGE := sed -un -e 's/^ *Downloading \([^ ]*\) (\([0-9.]* MB\)).*/      downloading \1, \2/p' -e 's/^Installing collected.*/      unpacking/p'
-# Two processes. Each begins with one half of the tests, and whoever is done first takes over from the other's end.
+# Three processes for two cores, as tests also wait. Each begins with a third of the tests, and whoever is done first takes
+# over from another's end.
 # A process that dies is not replaced: the plugin would wait for ever in the end. ARGS=-n0 runs everything in one process.
-SPREAD := -n 2 --dist worksteal --max-worker-restart 0
+SPREAD := -n 3 --dist worksteal --max-worker-restart 0
 COMPILED := tests/executor/kernels/test_triton_compiled.py
 EXTENSION := src/penstock/_csrc.abi3.so
 OUTPUT ?= benchmarks/results/gpu

@@ -239,7 +239,7 @@ NAMES = [*(name for name, _ in HARDEST), "mistral-sliding", "qwen3.5", "qwen3-mo
 CASES = [*itertools.product(NAMES, ("float32", "bfloat16"))]
 
 
-@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[:2]))
+@pytest.mark.parametrize(("case", "dtype"), hardest_rows(CASES, HARDEST[1:2]))
 def test_samples_of_any_batch_chunk_and_prefix_hit_have_the_bits_of_a_prompt(case: str, dtype: str) -> None:
     path, options = str(folder(case)), {**OPTIONS, "dtype": dtype}
     with LLM(path, skip_tokenizer=True, max_num_batched_tokens=19, max_num_seqs=4, **options) as llm:

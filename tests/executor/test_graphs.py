@@ -30,7 +30,7 @@ from tests.support.adapters import EVERYWHERE, Adapter, keep_in_slots
 from tests.support.checkpoints import compute_with, executor_of
 from tests.support.driver import Driver, Sequence
 from tests.support.oracle import OracleExecutor
-from tests.support.refusals import cases, hardest
+from tests.support.refusals import cases, hardest, hardest_rows
 from tests.support.simulation import Simulation, submit
 from tests.support.small_models import greedy
 from tests.support.twins import sampling as sampling_twin
@@ -216,10 +216,10 @@ class Idle(OracleExecutor):
 
 
 # Rate: requests a second, of which about 64 run at a time; 0: all 256 at once.
-@pytest.mark.parametrize(
-    ("prompt", "answer", "rate", "most"),
-    [(1500, 150, 0, 48), (512, 128, 0, 17), (1500, 150, 16, 53), (512, 128, 36, 3)],
-)
+TRAFFIC = [(512, 128, 0, 17), (512, 128, 36, 3), (1500, 150, 0, 48), (1500, 150, 16, 53)]
+
+
+@pytest.mark.parametrize(("prompt", "answer", "rate", "most"), hardest_rows(TRAFFIC, TRAFFIC[:2]))
 def test_only_steps_beyond_the_largest_graph_replay_none(prompt: int, answer: int, rate: int, most: int) -> None:
     """docs/decisions/steps-without-graphs.md has the counts, and the times of a step, which are estimates."""
     config, rng = SchedulerConfig(max_num_batched_tokens=STEP_TOKENS_ON_GPU), random.Random(0)

@@ -120,6 +120,7 @@ def open_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
         executor.close()
 
 
+@pytest.mark.slow
 def test_work_of_the_first_rank_leaves_all_in_step(open_ranks: Callable[..., tuple[Threads, list[Recorder]]]) -> None:
     """Draws, and beside them edits, log-probabilities and masks, for which only the first half is a graph."""
     samplings = cases(__file__, "samplings of several ranks", Sampling=Sampling)

@@ -3,13 +3,15 @@
 import json
 from typing import Any
 
+import pytest
+
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine
 from tests.support.page_browser import MARKS, Page, visit
 from tests.support.running_server import Running, running, until
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]
 TITLES = "#past-list li > :first-child"
 MARKDOWN = "# Bats\n\n- *small*\n  1. `x`\n\n```c\nint x;\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n> said\n\n---\n**end**"
 FULL = "for (let size = 1 << 20; size; size >>= 1) try { for (let i = 0; ; i++) localStorage.setItem(`${size} ${i}`, 'x'.repeat(size)); } catch {}"

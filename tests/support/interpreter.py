@@ -7,6 +7,7 @@ operand is NaN, where GPUs return the other operand unless they are told to keep
 one element to it, which numpy no longer turns into numbers by itself.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,17 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor
+    _spare_time()
+
+
+def _spare_time() -> None:
+    """Leave out what takes more than a third of the time: sums that only a debugger would check for overflow, a table of
+    types for every number, and the search of the language for what is to be interpreted in every call of a function."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    tl.pointer_type.__hash__ = tl.block_type.__hash__ = lambda self: hash(self.name)
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._patch_lang(tl.standard.sum.fn)  # for the functions of the language; those of a kernel see what it sees
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
 
 
 def _check_accesses() -> None:

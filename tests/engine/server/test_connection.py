@@ -131,7 +131,7 @@ def test_a_stream_ends_in_a_proper_last_chunk_and_its_connection_is_kept_alone(s
         assert server.complete("abc", max_tokens=2, stream=True).text.endswith("data: [DONE]\n\n")
         used += server.call(lambda: list(server.listener.connections))
     assert len(used) == 9 and len(set(used)) == 1
-    assert sum(isinstance(each, Call) for each in gc.get_objects()) <= 2, "a request does not wait for the collector"
+    assert sum(type(each) is Call for each in gc.get_objects()) <= 2, "a request does not wait for the collector"
 
 
 def calls_in_loop(server: Running, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[bool]:

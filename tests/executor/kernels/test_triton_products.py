@@ -213,7 +213,7 @@ def test_many_tokens_take_cublas(monkeypatch: pytest.MonkeyPatch, device: torch.
     close(actual, torch_ops.linear(Fp8Rows(x, torch.float32), weight), torch.bfloat16)
 
 
-@pytest.mark.parametrize("width", [96, 200])
+@pytest.mark.parametrize("width", [96, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_rows_by_channels_of_eight_bits_have_one_scale_each(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, width: int
 ) -> None:

@@ -157,11 +157,8 @@ CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
 }
 
 
-# Attention, experts, recurrent layers and a draft layer: the slow suite has the rest.
-FAST = ("qwen3-moe", "qwen3.5 with drafts")
-
-
-@pytest.mark.parametrize("case", hardest(CASES, *FAST))
+# Attention, recurrent layers and a draft layer are fast, and experts below: the slow suite has the rest.
+@pytest.mark.parametrize("case", hardest(CASES, "qwen3.5 with drafts"))
 def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     folder, name, options = CASES[case]
     lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
