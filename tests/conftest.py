@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 import ssl
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH"))))
 
 
+# A shell's background job ignores Ctrl-C, as would the processes that tests end with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Seconds after which a test hangs, on a busy machine as well; pyproject.toml has the limit of tests without a marker.
 LIMITS_S = {"slow": 1800, "nightly": 3600, "soak": 7200}
 

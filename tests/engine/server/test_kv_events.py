@@ -30,11 +30,8 @@ class Follower:
         self.held: set[bytes] = set()
         self._pieces, self._reader = response.iter_raw(), FrameReader()
 
-    def follow_to(self, held: set[bytes]) -> None:
-        self.follow(lambda: held <= self.held)
-
-    def follow(self, is_enough: Callable[[], bool]) -> None:
-        while not is_enough():
+    def follow(self, is_enough: Callable[["Follower"], bool]) -> None:
+        while not is_enough(self):
             for frame in self._reader.feed(next(self._pieces)):
                 if isinstance(frame, Snapshot):
                     self.held = (set() if frame.is_first else self.held) | keys(frame.keys)
@@ -47,7 +44,7 @@ class Follower:
 def following(server: Running) -> Iterator[Follower]:
     with server.http.stream("GET", "/kv_events", timeout=60) as response:
         follower = Follower(response)
-        follower.follow(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in follower.frames))
+        follower.follow(lambda each: any(isinstance(frame, Snapshot) and frame.is_last for frame in each.frames))
         yield follower
 
 
@@ -68,19 +65,20 @@ def test_a_listener_learns_earlier_and_later_cached_keys(server: Running, monkey
         return {key[:8] for key in block_keys(list(text.encode()), info.block_size, root=root)}
 
     early, late = "said before " * 8, "said after " * 8
+    everything = expected(early) | expected(late)
     server.complete(early, max_tokens=1)
     with following(server) as one, following(server) as two:
         server.complete(late, max_tokens=1)
         for follower in (one, two):
-            follower.follow_to(expected(early) | expected(late))
+            follower.follow(lambda each: everything <= each.held)
             hello = follower.frames[0]
             assert isinstance(hello, Hello) and hello.fingerprint == info.fingerprint
             seqs = [frame.seq for frame in follower.frames if isinstance(frame, Changes)]
             assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
-        one.follow(lambda: any(isinstance(frame, Alive) for frame in one.frames))
+        one.follow(lambda each: any(isinstance(frame, Alive) for frame in each.frames))
         assert one.held == two.held
     with following(server) as again:
-        assert expected(early) | expected(late) <= again.held
+        assert everything <= again.held
         assert again.frames[0] == hello
 
 

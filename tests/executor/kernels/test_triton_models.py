@@ -30,12 +30,11 @@ PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
 COUNT = 3
 GPU = torch.device("cuda", 0)
 SMALL: dict[str, Any] = {"kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
-MODELS = cases(__file__, "whole models")
 EXPANDED = pytest.param("deepseek-v2-lite", True, marks=pytest.mark.slow_in_interpreter)
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("case", "is_expanded"), [*hardest_rows(MODELS, []), EXPANDED])
+@pytest.mark.parametrize(("case", "is_expanded"), [*hardest_rows(cases(__file__, "whole models"), []), EXPANDED])
 def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str, is_expanded: bool
 ) -> None:
