@@ -165,11 +165,11 @@ def test_a_killed_worker_ends_the_server_with_its_name_and_a_code(two_ranks: Com
 
 def test_ranks_that_still_import_torch_do_not_outlive_a_killed_server(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(
-        "import os, time\nprint('importing', os.getpid(), flush=True)\ntime.sleep(600)\n"
+        "import os, time\nos.write(1, b'importing %d\\n' % os.getpid())\ntime.sleep(600)\n"  # whole, in one line
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), *sys.path])
     with served(folder, "--tensor-parallel-size", "2", PYTHONPATH=path) as server:
-        server.wait_for("(?s)importing.*importing")
+        server.wait_for(r"(?s)importing \d+\n.*importing \d+\n")
         pids = [*family(server), *map(int, re.findall(r"importing (\d+)", server.output))]
         assert len(pids) == 5
         server.process.kill()
