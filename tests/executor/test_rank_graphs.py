@@ -71,8 +71,8 @@ class Threads:
         meet, device = meeting_of(WORLD), choose_device(config.device)
 
         def build(rank: int) -> Rank:
-            connect = meet(rank)._connect
-            assert connect is not None
+            met = meet(rank)  # held until the other rank has connected, too
+            connect = cast(Any, met._connect)
             group = RankGroup(rank, WORLD, lambda name: cast(Connections, Staged(connect(f"staged/{name}"))), device)
             RECORDER.set(recorders[rank])
             return build_rank(config, group, device, lambda _: None)
