@@ -21,10 +21,10 @@ from tests.support.fork_server import ROOT, forking
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Child processes find the modules of the tests, too: they do not search the current directory.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH"))))
-
-
 # A shell's background job ignores Ctrl-C, as would the processes that tests end with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # Seconds after which a test hangs, on a busy machine as well; pyproject.toml has the limit of tests without a marker.
 LIMITS_S = {"slow": 1800, "nightly": 3600, "soak": 7200}
 
@@ -39,16 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Exempt all that was imported and collected from garbage collection, of which a full one takes a second otherwise."""
+    """Exempt all that was imported and collected from garbage collection: a full one takes a second otherwise."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # a tenth of the time of tests without
+    gc.set_threshold(20_000, 20, 20)  # the defaults took 4 % of the time
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """Fork the engine cores over the oracle instead of starting them: most of a start is imports. And let HTTP clients share
-    the machine's certificates, which each would read."""
+    """Fork the engine cores over the oracle instead of starting them, since most of a start is imports, and let all HTTP
+    clients share one TLS context, since each would read the machine's certificates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.executor.process_life.subprocess", forking("tests.support.oracle_core"))
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))

@@ -47,12 +47,12 @@ def mend() -> None:
 
 
 def _spare_time() -> None:
-    """Leave out what takes more than a third of the time: sums that only a debugger would check for overflow, a table of
-    types for every number, and the search of the language for what is to be interpreted in every call of a function."""
+    """Leave out what took more than a third of the time. Triton computes each sum again to check it for overflow, and drops
+    the result; it builds a table of types for each number; and it patches the language again in each call of a function."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     tl.pointer_type.__hash__ = tl.block_type.__hash__ = lambda self: hash(self.name)
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
-    interpreter._patch_lang(tl.standard.sum.fn)  # for the functions of the language; those of a kernel see what it sees
+    interpreter._patch_lang(tl.standard.sum.fn)  # once, for the language's own functions
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **keywords: self.rewrite()(*args, **keywords)
 
 
