@@ -198,12 +198,12 @@ class Kv:
         first, in all groups alike."""
         self.tiers.release(request)
         kv = request.kv
-        for num in reversed(kv.kept):  # used as recently as the blocks
-            pages = [page for key in self.keys.state_keys(request, num) if (page := self._pool.find(key))]
-            self._pool.hold(pages)
-            self._pool.release(pages)
-        self._pool.release([page for pages in zip_longest(*kv.tables, fillvalue=0) for page in pages if page])
+        find, keys = self._pool.find, self.keys.state_keys
+        states = {num: [page for key in keys(request, num) if (page := find(key))] for num in kv.kept}
+        self._pool.hold(chain.from_iterable(states.values()))  # checkpoints count as used as recently as the blocks
         self._pool.release([*kv.state, *kv.draft_state, *chain.from_iterable(kv.checkpoints.values())])
+        blocks = enumerate(zip_longest(*kv.tables, fillvalue=0), 1)
+        self._pool.release([page for num, pages in blocks for page in (*pages, *states.get(num, ())) if page])
         request.kv = kv.without_pages()
         request.num_scheduled = 0
 
