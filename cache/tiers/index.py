@@ -90,6 +90,10 @@ class TierIndex:
         """Return the keys of saves in flight."""
         return [self._saving[host_block] for _, host_block in saves]
 
+    def num_saved_only(self, device: BlockPool) -> int:
+        """Count the device blocks that only saves in flight hold."""
+        return sum(device.refs(device.find(key)) == 1 for key in self._saving_keys)
+
     def finish_saves(self, saves: Sequence[tuple[int, int]], device: BlockPool) -> None:
         """Release the blocks of saves whose step has finished, and make their host blocks matchable."""
         held = []

@@ -46,7 +46,7 @@ class StepPlan:
     budget: int  # the rest of its tokens
     rows: dict[Request, Row] = field(default_factory=dict)
     admissions: list[Admission] = field(default_factory=list)
-    has_preempted: bool = False
+    is_full: bool = False  # a running request lacked pages: nothing may be admitted
     is_fixed: bool = False  # no row may be dropped, because other requests may read its blocks
 
 
@@ -206,10 +206,13 @@ class Scheduler:
         plan.budget -= count
 
     def _make_room(self, request: Request, missing: int, plan: StepPlan) -> bool:
-        """Preempt other requests, and finally the request itself; return whether it still runs."""
+        """Preempt other requests, and finally the request itself; return whether there is room. If only saves hold what is
+        missing, preempt none: those pages are free once the saves have ended."""
+        plan.is_full = True
         while missing > self.pool.num_free and request.slot >= 0:
+            if missing <= self.pool.num_free + self.tiers.num_saved_only():
+                return False
             victim = cheapest_to_preempt(self.running)
-            plan.has_preempted = True
             dropped = plan.rows.pop(victim, None)
             if dropped is not None:  # it was planned for this step, and is not sent after all
                 victim.num_pending -= dropped.sample
@@ -220,7 +223,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, overtaken: Sequence[Request] = ()) -> None:
         """Admit waiting requests in order, as long as their whole prompts fit and they come before those that are
         `overtaken`; plan their first rows."""
-        if not self.waiting or plan.has_preempted or self.tiers.is_stale:
+        if not self.waiting or plan.is_full or self.tiers.is_stale:
             return
         max_loras = self.info.max_loras
         adapters = {None, *(other.message.adapter for other in (self.running if max_loras else ()))}

@@ -60,6 +60,9 @@ class NoTiers:
     def begin(self, _waiting: WaitingQueue, _num_running: int) -> None:
         pass
 
+    def num_saved_only(self) -> int:
+        return 0
+
     def end(self) -> Transfers | None:
         return None
 
@@ -170,6 +173,10 @@ class Tiers:
                     break
                 if claim is Claim.LOADING:
                     waiting.remove(request)
+
+    def num_saved_only(self) -> int:
+        """Return how many pages are held by saves alone, and are free once these have ended."""
+        return self.index.num_saved_only(self._pool)
 
     def end(self) -> Transfers | None:
         """Return what the planned step moves between the tiers."""
