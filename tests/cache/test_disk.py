@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cache.tiers.disk import operate
 from penstock.cache.tiers.disk.catalog import Catalog
-from penstock.cache.tiers.disk.directory import DirectoryInUse
+from penstock.cache.tiers.disk.directory import ID_BYTES, DirectoryInUse
 from penstock.cache.tiers.disk.record import HEADER_BYTES, cell_bytes
 from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
 from penstock.cli import main
@@ -228,13 +228,14 @@ def test_inspect_tells_what_is_there_and_names_who_uses_it(says: Says, tmp_path:
         assert "model        /models/small\n" in shown and "tokens       128\n" in shown
     assert re.search(r"on disk      \d+ bytes \(0\.\d\d GiB\)\n", shown) and "bytes each (0.00 GiB together)" in shown
     assert folder.name in shown and "records      8 of" in shown and "in use       no" in shown and "cleanly" in shown
-    (folder / "lock").write_bytes(b"1234\n")  # as stores were written before they said whose they are
-    assert "model        unknown\n" in says("inspect") and "tokens       unknown\n" in says("inspect")
+    for lock in (b"1234\n", b" " * ID_BYTES + b'["\xff", 16]'):  # from before stores said whose they are, and damaged
+        (folder / "lock").write_bytes(lock)
+        assert "model        unknown\n" in says("inspect") and "tokens       unknown\n" in says("inspect")
     with Rig(tmp_path):
         assert f"in use       by process {os.getpid()}" in says("inspect")
 
 
-def test_verify_finds_the_one_bad_record(says: Says, tmp_path: Path) -> None:
+def test_verify_finds_the_one_bad_record_and_needs_no_index(says: Says, tmp_path: Path) -> None:
     folder = filled(tmp_path)
     assert "8 good, 0 bad" in says("verify")
     slab = folder / "slab-000000"
@@ -242,11 +243,8 @@ def test_verify_finds_the_one_bad_record(says: Says, tmp_path: Path) -> None:
     content[3 * cell_bytes(CHUNK) + HEADER_BYTES + 17] ^= 1
     slab.write_bytes(content)
     assert "7 good, 1 bad" in says("verify", 1)
-
-
-def test_verify_needs_no_index(says: Says, tmp_path: Path) -> None:
-    (filled(tmp_path) / "index").unlink()
-    assert "0 good, 0 bad, 8 good but missing in the index" in says("verify")
+    (folder / "index").unlink()
+    assert "0 good, 0 bad, 7 good but missing in the index" in says("verify")
 
 
 def test_clear_touches_only_its_own_files(says: Says, tmp_path: Path) -> None:

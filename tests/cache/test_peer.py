@@ -3,7 +3,9 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
@@ -128,15 +130,21 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: st
         assert peer.stats()["corrupt_reads"] == (reason != "gone")
 
 
-def test_noise_from_a_peer_does_no_harm() -> None:
-    def noise(get: Get, send: Send) -> None:
-        send(b"\xff\x00 no message of ours")
+@pytest.mark.parametrize("noise", table(__file__, "messages of peers"))
+def test_noise_does_no_harm_to_either_end(noise: bytes) -> None:
+    def answer(get: Get, send: Send) -> None:
+        send(noise)
         send(b"", b"")
         right(get, send)
 
-    with LyingPeer(KEYS, noise) as liar, tier(liar.endpoint) as peer:
+    with LyingPeer(KEYS, answer) as liar, tier(liar.endpoint) as peer:
         hear_all(peer)
         assert load(peer, 5) == [True]
+    with serving(Source()) as server, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.connect(server.endpoint)
+        for message in (noise, b"", msgspec.msgpack.encode(Get(1, KEYS[5]))):
+            client.send(message)
+        until(lambda: bool(client.poll(0)), "it answers")
 
 
 def test_a_stalled_peer_writes_no_buffer_after_the_deadline() -> None:

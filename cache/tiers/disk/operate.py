@@ -126,7 +126,7 @@ def _about(path: Path) -> tuple[str, int]:
     try:
         with open(_no_link(path / LOCK_FILE), "rb") as file:
             return msgspec.json.decode(file.read()[ID_BYTES:], type=tuple[str, int])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         return "unknown", 0
 
 

@@ -147,7 +147,7 @@ class PeerServer:
                 client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = self._decode(parts[0]) if len(parts) == 1 else None
-                except msgspec.DecodeError:
+                except wire.UNDECODABLE:
                     message = None
                 if isinstance(message, wire.PeerHello):
                     self._greet(client, message)

@@ -326,7 +326,7 @@ class PeerTier:
                 head, *payload = lane.recv_multipart(zmq.NOBLOCK, copy=False)
                 try:
                     message = self._decode(head.buffer)
-                except msgspec.DecodeError:
+                except wire.UNDECODABLE:
                     self._record_failure("not understood")
                     continue
                 if isinstance(message, wire.Block | wire.Miss):

@@ -70,6 +70,7 @@ class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
 
 
 FromPeer = Welcome | PeerRefused | KeyUpdate | Block | Miss
+UNDECODABLE = msgspec.DecodeError, UnicodeDecodeError, RecursionError  # what decoding the bytes of anybody may raise
 
 
 class CurveKeys(NamedTuple):
