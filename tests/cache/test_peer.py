@@ -302,13 +302,10 @@ def test_a_secret_comes_from_a_file_or_the_environment_and_must_be_one(tmp_path:
     name = "PENSTOCK_KV_PEER_SECRET"
     assert read_secret("", {}) == "" and read_secret(str(file), {name: "something else entirely"}) == SECRET
     assert read_secret("", {name: SECRET}) == SECRET
-    for environment in ({name: ""}, {name: "too short"}):
-        with pytest.raises(ValueError, match=name):
-            read_secret("", environment)
     file.write_text("")
-    for path in (file, tmp_path / "nothing"):
-        with pytest.raises(ValueError, match="kv_peer_secret_file"):
-            read_secret(str(path), {})
+    for path, secret, message in table(__file__, "secrets of peers", empty=str(file)):
+        with pytest.raises(ValueError, match=message):
+            read_secret(path, {name: secret})
 
 
 def test_engines_that_came_and_went_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,16 +42,17 @@ def read_address(name: str, text: str, num_ranks: int = 1) -> Address:
 def read_secret(path: str, environment: Mapping[str, str]) -> str:
     """Read the secret from the file `path` or, without one, from the environment; return "" if neither is set."""
     name = f"kv_peer_secret_file: {path!r}"
-    if path:
-        try:
+    try:
+        if path:
             with open(path, encoding="utf-8") as file:
                 secret = file.read(4097).strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
-    elif SECRET_VARIABLE in environment:
-        name, secret = SECRET_VARIABLE, environment[SECRET_VARIABLE].strip()
-    else:
-        return ""
+        elif SECRET_VARIABLE in environment:
+            name, secret = SECRET_VARIABLE, environment[SECRET_VARIABLE].strip()
+            secret.encode()  # as the keys derived from it need it: a variable may have any bytes
+        else:
+            return ""
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
     if not LEAST_SECRET <= len(secret) <= 4096:
         # An empty secret is a mistake in the deployment; starting without a secret would leave the port unprotected.
         raise ValueError(f"{name}: a secret of {len(secret)} characters; {LEAST_SECRET} to 4096 are expected")
