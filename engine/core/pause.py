@@ -79,11 +79,14 @@ class PauseController:
         self._scheduler.hold_new(False)
 
     def update_weights(self, path: str) -> None:
-        """Replace the weights; call `drain` first. After a WeightsError the old weights stay in use."""
+        """Replace the weights, and resume an engine that lacked only these; call `drain` first. After a WeightsError the
+        old weights stay in use."""
         self._executor.update_weights(path)
         self.version += 1
         self._scheduler.change_model(self._executor.info, self.version)
-        self.asleep = [part for part in self.asleep if part != "weights"]
+        was_asleep, self.asleep = self.asleep, [part for part in self.asleep if part != "weights"]
+        if was_asleep and not self.asleep:
+            self.resume()
 
     def sleep(self, level: SleepLevel, mode: PauseMode) -> list[Output]:
         """Pause the engine and free the memory of its cache, with level 2 also that of the weights; call `drain` first.

@@ -169,8 +169,7 @@ class Life:
         """End everything that could keep the requests from ending."""
         if self.has["pauses"]:
             self.update()
-            self.wake()
-            self.resume()
+            self.wake()  # and continue
         if self.rig.store is not None:
             self.rig.store.is_stalled = False
 

@@ -114,8 +114,8 @@ def test_sleeps_and_pauses_that_wait_end_with_the_last_request(server: Running) 
     assert server.http.post("/wake_up").json() == {"status": "awake"}
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path, level: int) -> None:
+@pytest.mark.parametrize(("level", "woken"), [(1, "weights"), (1, "kv_cache"), (2, "weights")])
+def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path, level: int, woken: str) -> None:
     path = content_folder(tmp_path, "a")
     update(server, path)
     first = choice(server)
@@ -127,10 +127,12 @@ def test_an_engine_sleeps_and_wakes_part_by_part(server: Running, tmp_path: Path
     asking = ask(server)
     if level == 2:
         assert "update_weights brings others" in server.http.post("/wake_up").text
-    assert server.http.post("/wake_up?tags=weights").json() == {"status": "asleep, without kv_cache"}
-    if level == 2:
+    rest = {"weights": "kv_cache", "kv_cache": "weights"}[woken]
+    assert server.http.post(f"/wake_up?tags={woken}").json() == {"status": f"asleep, without {rest}"}
+    if level == 2 or rest == "weights":
         assert update(server, path).status_code == 200
-    assert server.http.post("/wake_up?tags=kv_cache").json() == {"status": "awake"}
+    if rest == "kv_cache":
+        assert server.http.post("/wake_up?tags=kv_cache").json() == {"status": "awake"}
     assert asking.result(60)["token_ids"] == first["token_ids"] == choice(server)["token_ids"]
 
 
