@@ -54,25 +54,14 @@ def test_random_ids_stream_to_what_the_library_decodes_at_once(tokenizer: Tokeni
         assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), ids
 
 
-def test_a_character_split_over_tokens_comes_when_it_is_complete() -> None:
-    tokenizer = samples.byte_level()
+@pytest.mark.parametrize(("make", "tokens", "pieces"), cases(__file__, "tokens that wait", **vars(samples)))
+def test_bytes_wait_for_the_end_of_their_character_or_run(
+    make: Callable[[], Tokenizer], tokens: list[str], pieces: list[str]
+) -> None:
+    tokenizer = make()
     stream = Detokenizer(tokenizer, frozenset()).stream()
-    ids = tokenizer.encode("😀").ids
-    assert len(ids) == 4
-    assert [stream.push([token_id]) for token_id in ids] == ["", "", "", "😀"]
+    assert [stream.push([tokenizer.get_vocab()[token]]) for token in tokens] == pieces
     assert stream.flush() == ""
-
-
-def test_a_run_of_byte_tokens_waits_for_its_end() -> None:
-    """One bad byte spoils all of the run."""
-    tokenizer = samples.sentencepiece()
-    good, bad = ([tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in data] for data in ("日".encode(), b"\xe6"))
-    letter = tokenizer.token_to_id("a") or 0
-    detokenizer = Detokenizer(tokenizer, frozenset())
-    stream = detokenizer.stream()
-    assert [stream.push([token_id]) for token_id in [*good, letter]] == ["", "", "", "日a"]
-    stream = detokenizer.stream()
-    assert [stream.push([token_id]) for token_id in [*good, *bad, letter]] == ["", "", "", "", "\ufffd" * 4 + "a"]
 
 
 @pytest.mark.parametrize("make", [samples.sentencepiece, samples.metaspace])

@@ -87,18 +87,13 @@ def test_the_text_of_a_token_keeps_its_space_and_marks_half_a_character(tmp_path
     assert tokenizer.token_text(tokenizer.backend.token_to_id("<0xE6>") or 0) == "\ufffd"
 
 
-@pytest.mark.parametrize(("text", "sentence"), cases(__file__, "no text"))
-def test_a_value_that_is_no_text_is_the_request_s_fault(tmp_path: Path, text: str, sentence: str) -> None:
+@pytest.mark.parametrize(("method", "value", "sentence"), cases(__file__, "no text"))
+def test_what_is_no_text_or_no_id_is_the_request_s_fault(
+    tmp_path: Path, method: str, value: Any, sentence: str
+) -> None:
     tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
     with pytest.raises(InvalidRequest, match=sentence):
-        tokenizer.encode(text)
-
-
-@pytest.mark.parametrize("token_id", [-1, 2**32])
-def test_an_id_that_no_vocabulary_has_is_the_request_s_fault(tmp_path: Path, token_id: int) -> None:
-    tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
-    with pytest.raises(InvalidRequest, match=f"tokens: {token_id} is not a token id"):
-        tokenizer.decode([token_id])
+        getattr(tokenizer, method)(value)
 
 
 def test_a_folder_without_any_vocabulary_says_so(tmp_path: Path) -> None:
