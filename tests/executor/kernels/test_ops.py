@@ -25,16 +25,7 @@ IN_TRITON = [
     pytest.param("interpreter", marks=pytest.mark.skipif(not HAS_TRITON, reason="no triton here")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-# (tokens, context) of rows. 70 queries of 3 heads fill more than one tile; a row without tokens has none to attend.
-ROWS = [(1, 1), (1, 150), (1, 64), (1, 65), (5, 5), (70, 133), (2, 130)]
-LATENT_ROWS = [(1, 1), (1, 150), (1, 64), (5, 5), (7, 70)]
-EXPANDED_ROWS = [(1, 7), (2, 9), (5, 5), (40, 40), (41, 133), (130, 130)]  # the first three stay absorbed
-MANY_ROWS = [(1, 7), (1, 300), (1, 129), (0, 40), (7, 7), (70, 333), (128, 128), (3, 260)]
-# Query heads, key-value heads and dimension, and the size of a page.
-HEADS = [
-    *(((9, 3, 64), 16), ((8, 1, 96), 32), ((4, 2, 8), 16), ((4, 4, 80), 8)),
-    *(((8, 2, 128), 64), ((3, 1, 256), 16), ((3, 3, 18), 8)),
-]
+SHARED = dict(refusals.cases(__file__, "shared parts of lines"))
 CODES = dict(refusals.cases(__file__, "codes", torch=torch))
 
 
@@ -51,7 +42,7 @@ class Line(NamedTuple):
 def lines(*sections: str) -> Iterator[tuple[str, Line]]:
     """Yield a name and a line for each of the sections, whose entries are lines or lists of lines."""
     for section in sections:
-        entries = refusals.cases(__file__, section, **(vars(cases) | globals() | {"partial": partial}))
+        entries = refusals.cases(__file__, section, **(vars(cases) | globals() | SHARED | {"partial": partial}))
         for line in (line for entry in entries for line in (entry if isinstance(entry, list) else [entry])):
             yield f"{line.build.__name__} {', '.join(map(text_of, line.shape))}"[:60], line
 

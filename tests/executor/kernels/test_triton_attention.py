@@ -168,15 +168,8 @@ def test_pages_of_eight_bits_take_their_largest_number_for_more_and_keep_nan(dev
 
 
 def test_pieces_are_of_bounded_size_and_leave_nothing_out() -> None:
-    assert list(expanded.pieces([10, 20, 30, 100, 5], 4, 8, 2000)) == [
-        (0, 3, 0, 4, 60),
-        (3, 4, 0, 2, 100),
-        (3, 4, 2, 4, 100),
-        (4, 5, 0, 4, 5),
-    ]
-    assert list(expanded.pieces([10, 10], 2, 8, 1)) == [
-        (row, row + 1, head, head + 1, 10) for row in (0, 1) for head in (0, 1)
-    ]
+    for arguments, expected in cases(__file__, "pieces of latents"):
+        assert list(expanded.pieces(*arguments)) == expected
 
 
 @pytest.mark.parametrize("erases", [True, False], ids=["delta", "mamba"])

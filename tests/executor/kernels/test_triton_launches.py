@@ -41,14 +41,7 @@ from tests.support.refusals import hardest_rows
 from tests.support.variants import variants
 
 ROOT = Path(__file__).parents[3]
-LARGE = {"few_rows.PREFETCH_BYTES": 0}  # all weights count as too large to be prefetched, as those of an 8B model are
-EVERY_SIZE = {"few_rows.EVERY_SIZE": True}
-CASES: list[tuple[str, dict[str, Any], int]] = [
-    *(("qwen3-0.6b", options, most) for options, most in (({}, 6), (LARGE, 9), (LARGE | EVERY_SIZE, 6))),
-    *(("qwen3-8b fp8", options, most) for options, most in (({}, 10), (PLAIN, 9), (CODES, 10))),
-    ("qwen3-8b fp8", PLAIN | CODES, 6),
-    *(("qwen3-30b-a3b", {}, 11), ("deepseek-v2-lite", {}, 14)),
-]
+CASES: list[tuple[str, dict[str, Any], int]] = read_cases(__file__, "launches of a layer", PLAIN=PLAIN, CODES=CODES)
 LONGEST = 512
 FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 

@@ -95,9 +95,7 @@ def test_each_card_has_its_features(card: Card, features: tuple[str, ...]) -> No
     assert tuple(name for name in dir(card) if name.startswith("has_") and getattr(card, name)) == features
 
 
-@pytest.mark.parametrize(
-    ("version", "has_it"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True), (None, True)]
-)
+@pytest.mark.parametrize(("version", "has_it"), cases(__file__, "versions of CUDA"))
 def test_an_older_cuda_needs_no_scaled_mm(monkeypatch: pytest.MonkeyPatch, version: str | None, has_it: bool) -> None:
     """The cuBLAS of CUDA 12.8 would raise in the warm-up's first step."""
     monkeypatch.setattr(torch.version, "cuda", version)

@@ -111,12 +111,8 @@ def test_the_depth_may_be_cut(
 
 
 def test_half_a_step_fits_the_depth_and_the_groups() -> None:
-    def half(bits: int, columns: int, group: int) -> int | None:
-        return half_of(Weight(Groups(bits), torch.zeros(1, columns), torch.zeros(1, columns // group)))
-
-    given = {(4, 4096, 128): 64, (4, 576, 32): 32, (8, 576, 32): 64, (4, 96, 96): 16, (8, 48, 48): 16}
-    assert {case: half(*case) for case in given} == given
-    assert half(4, 48, 48) is None and half(8, 40, 40) is None
+    for bits, columns, group, half in cases(__file__, "halves of steps"):
+        assert half_of(Weight(Groups(bits), torch.zeros(1, columns), torch.zeros(1, columns // group))) == half
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FILE_TYPES if kind != "MXFP4"])

@@ -5,7 +5,7 @@ compute the numbers, so that there is time for steps of every size.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +146,8 @@ def with_draft_layer(case: str) -> Path:
 
 
 RECURRENT = ("lfm2", "qwen3.5", "granite4-mamba")
-CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
-    **{name: (small_models.folder, name, {}) for name in ("qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite")},
-    "qwen3 in eight bits": (in_eight_bits, "qwen3", {"kv_cache_dtype": "fp8"}),
-    "deepseek-v3 in eight bits": (in_eight_bits, "deepseek-v3", {"kv_cache_dtype": "fp8"}),
-    "qwen3 in eight bits, few rows in 16": (in_eight_bits, "qwen3", {}),
-    "qwen3-moe in grouped products": (small_models.folder, "qwen3-moe", {}),
-    **{name: (small_models.folder, name, {}) for name in RECURRENT},
-    **{f"{name} with drafts": (with_draft_layer, name, {"draft_tokens": 2}) for name in ("qwen3.5", "deepseek-v3")},
+CASES: dict[str, Any] = {
+    title: case for title, *case in cases(__file__, "models on kernels", plain=small_models.folder, **globals())
 }
 
 
