@@ -27,7 +27,7 @@ class CacheHistory:
         self._has_states = any(group.kind == "state" for group in info.groups)
         self._evicted = RecentKeys(limit)  # key → the tier that it left, and when
         self._followers = RecentKeys(limit)  # key or root → the tokens of blocks that followed it
-        self._namespaces = RecentKeys(limit)  # first block's tokens → salt and adapter
+        self._namespaces = RecentKeys(limit)  # first block's tokens → root, salt and adapter
 
     def note_eviction(self, tier: str, key: bytes) -> None:
         self._evicted.add(key, (tier, self.clock()))
@@ -38,7 +38,7 @@ class CacheHistory:
         known = self._followers.get(parent, ())
         self._followers.add(parent, known if tokens in known else (*known[1 - MAX_FOLLOWERS :], tokens))
         if block == 0:
-            self._namespaces.add(tokens, (request.message.cache_salt, request.message.adapter))
+            self._namespaces.add(tokens, (request.kv.root, request.message.cache_salt, request.message.adapter))
 
     def explain(self, request: Request, prefix: Prefix, cached: dict[str, int], not_loaded: MissReason | None) -> Reuse:
         """Return what a request took from the cache, `cached` tokens by tier, and why it took no more. `not_loaded`: why the
@@ -59,10 +59,11 @@ class CacheHistory:
         if tokens in followers:  # the eviction is forgotten, or the cache was reset
             return Reuse(cached, "evicted")
         if num == 0 and not followers and tokens in self._namespaces:
-            salt, adapter = self._namespaces[tokens]
+            root, salt, adapter = self._namespaces[tokens]
             if salt != request.message.cache_salt:
                 return Reuse(cached, "other_salt")
-            return Reuse(cached, "other_adapter" if adapter != request.message.adapter else "weights_changed")
+            if root != request.kv.root:  # otherwise only the block itself is forgotten
+                return Reuse(cached, "other_adapter" if adapter != request.message.adapter else "weights_changed")
         differs = [np.frombuffer(tokens, "<i4") != np.frombuffer(each, "<i4") for each in followers]
         num_shared = max((int(each.argmax()) for each in differs), default=0)  # `tokens` differ from each of them
         return Reuse(cached, "new_tokens", differs_at=num * self._size + num_shared)
