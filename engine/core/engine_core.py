@@ -66,6 +66,7 @@ class EngineCore:
         self.pauses = PauseController(executor, self.scheduler, partial(self.step, plans=False))
         self._experts: ExpertUpdate | None = None
         self._adapters: Counter[str] = Counter()  # number of references; 0: unloaded after its last request
+        self.scheduler.on_end = self._drop_adapter
         self.step_ends_s: float | None = None  # deadline of the running step; read by the heartbeat thread
         if executor.info.stores:
             self.step()  # an empty step, whose result reports the keys of earlier engines
@@ -85,13 +86,12 @@ class EngineCore:
     def unload_adapter(self, key: str) -> None:
         """Drop one reference to the adapter. It is unloaded once no reference and no request with it is left."""
         self._adapters[key] -= 1
-        self._drop_adapters()
+        self._drop_adapter(key)
 
-    def _drop_adapters(self) -> None:
-        left = {key for key, count in self._adapters.items() if not count}
-        if left:
-            left -= {request.message.adapter for request in self.scheduler.requests.values()}
-        for key in left:
+    def _drop_adapter(self, key: str | None) -> None:
+        if key is None or self._adapters[key]:
+            return
+        if not any(request.message.adapter == key for request in self.scheduler.requests.values()):
             del self._adapters[key]
             self.executor.unload_adapter(key)
 
@@ -150,7 +150,6 @@ class EngineCore:
         self._runs(scheduler.in_flight[1].step if len(scheduler.in_flight) > 1 else None)
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
-        self._drop_adapters()
         if scheduler.in_flight:
             outputs += constraints.set_masks()
         transfers = result.transfers

@@ -67,6 +67,7 @@ class Scheduler:
         self._step_tokens = config.max_num_batched_tokens or info.max_num_batched_tokens
         self.kv = Kv(self.pool, info, self._step_tokens, config.enable_prefix_caching, self._stats, clock)
         self.tiers = self.kv.tiers
+        self.on_end: Callable[[str | None], None] = lambda _adapter: None  # called with each ended request's adapter
         drafts = config.speculative_config
         self._drafter: Drafter | NoDrafter = NoDrafter()
         if drafts is not None:
@@ -382,6 +383,7 @@ class Scheduler:
             self.kv.release(request)
         request.finished = True
         del self.requests[request.message.request_id]
+        self.on_end(request.message.adapter)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; return False and forget nothing while requests or transfers hold blocks."""
