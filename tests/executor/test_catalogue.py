@@ -41,7 +41,7 @@ from tests.support.checkpoints import executor_of
 from tests.support.driver import Driver
 from tests.support.gguf_files import write
 from tests.support.programs import printed
-from tests.support.refusals import cases
+from tests.support.refusals import cases, table
 from tests.support.small_models import CASES, RECURRENT, config_of, folder, randomize
 from tests.support.stored_models import stored
 
@@ -172,17 +172,12 @@ def test_a_preview_has_the_sizes_of_a_start(name: str, capsys: pytest.CaptureFix
     assert preview.memory["weights"] == pytest.approx(stored_bytes, rel=0.1, abs=0.06 * 2**20)
 
 
-def test_a_preview_of_several_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(stored("llama")[0]), "--dry-run", "--tensor-parallel-size", "2"]) == 2
-    assert "dry_run: given with several ranks" in capsys.readouterr().err
-
-
-def test_an_adapter_with_the_name_of_the_models_folder_is_refused_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("options", "message"), table(__file__, "previews", name="llama"))
+def test_a_preview_of_what_cannot_start_is_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, *_ = stored("llama")
-    assert main(["serve", str(path), "--dry-run", "--enable-lora", "--lora-modules", f"{path.name}=/a"]) == 2
-    assert f"lora_modules: {path.name!r} is given twice, or is also a name" in capsys.readouterr().err
+    assert main(["serve", str(folder("llama")), "--dry-run", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
