@@ -258,6 +258,16 @@ def test_a_config_without_a_field_has_the_settings_of_transformers(case: str) ->
             assert read_spec(Fields(fields)) == read_spec(Fields(normalized)), given.keys() - fields.keys()
 
 
+@pytest.mark.parametrize("published", cases(__file__, "published configs"))
+def test_a_published_config_has_the_settings_of_transformers(published: dict[str, Any]) -> None:
+    """These files lack fields for which transformers' classes have values, or have RoPE as transformers 4 wrote it."""
+    kind = type(transformers.AutoConfig.for_model(published["model_type"]))
+    full = json.loads(kind.from_dict(deepcopy(published)).to_json_string())
+    fields = [Fields(registry.text_of(each, "config.json")) for each in (published, full)]
+    ours, theirs = (registry.find_architecture(each)[1](each) for each in fields)
+    assert ours == theirs
+
+
 BY_NIGHT = (pytest.param(case, None, marks=pytest.mark.nightly) for case in CASES | RECURRENT)
 CHANGES = [*((case, 2) for case in DIVERSE), *BY_NIGHT]
 

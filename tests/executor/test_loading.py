@@ -138,7 +138,7 @@ def test_computing_in_another_dtype_than_the_weights_is_logged(model: Path, monk
         UniprocExecutor(config, lines.append)
     assert "stored in float32 and computed in bfloat16" in "\n".join(lines)
     edit_weights(model, {name: each.half() for name, each in load_file(model / WEIGHTS).items()})
-    edit_config(model, dtype="float16")
+    edit_config(model, dtype=None, torch_dtype="float16")  # as transformers 4 wrote it
     dtype = UniprocExecutor(config, lines.append).info.dtype
     assert dtype != "float16"
     assert f"in float16, in which a CPU does not compute, and are computed in {dtype}" in "\n".join(lines)

@@ -4,7 +4,6 @@ Embeddings and log-probabilities of models, against transformers; special featur
 test_models.py has the tokens of all of them."""
 
 import gc
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -253,17 +252,6 @@ def test_log_probabilities_are_transformers(chunk: int | None) -> None:
         assert found.rank == 1 + int((values > values[chosen]).sum())
         assert list(found.ids[1:]) == values.topk(num).indices.tolist()
         np.testing.assert_allclose(found.values, values[list(found.ids)], rtol=1e-4, atol=1e-4)
-
-
-def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:
-    old = copied("llama-rope-llama3", tmp_path / "old")
-    config = json.loads((old / "config.json").read_text())
-    scaling = config["rope_parameters"]
-    changes = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config["dtype"]}
-    edit_config(old, rope_parameters=None, dtype=None, **changes)
-    prompt = prompts(1)[0]
-    driver = Driver(executor_of(old))
-    assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
 
 
 def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
