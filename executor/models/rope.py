@@ -104,7 +104,7 @@ def _long_amplitude(section: Fields, max_positions: int, original: int) -> float
 
 
 def _yarn_amplitude(section: Fields, factor: float) -> float:
-    if "mscale" in section and "mscale_all_dim" in section:
+    if section.has_value("mscale") and section.has_value("mscale_all_dim"):
         return yarn_growth(factor, section.number("mscale")) / yarn_growth(factor, section.number("mscale_all_dim"))
     return yarn_growth(factor, 1.0)
 
