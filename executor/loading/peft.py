@@ -109,7 +109,8 @@ class PeftFolder:
                 f"{self._path}: tensor {name!r}: only lora_A.weight and lora_B.weight of modules below base_model.model "
                 "can be used"
             )
-        module = match[1] if match[1].startswith("model.") else f"model.{match[1]}"
+        is_whole = match[1].startswith(("model.", "language_model.model."))  # the latter in older multimodal classes
+        module = match[1] if is_whole else f"model.{match[1]}"
         first = self.modules.setdefault(module, {}).setdefault(match[2], name)
         if first != name:
             raise ExecutorError(

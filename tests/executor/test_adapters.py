@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from penstock.executor.protocol import AdapterError, DType, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps
+from tests.support.adapters import EVERYWHERE, Adapter, check_shared_steps, write
 from tests.support.checkpoints import (
     REFUSED,
     config_of,
@@ -100,8 +100,10 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
     assert executor.load_adapter(str(Adapter("llama", tmp_path / "b", 1).path)) == first
     others = [Adapter("llama", tmp_path / "c", 2), Adapter("llama", tmp_path / "d", 1, alpha=7.0)]
     others.append(Adapter("llama", tmp_path / "e", 1, ("q_proj",)))
-    keys = {first.key, *(executor.load_adapter(str(other.path)).key for other in others)}
-    assert len(keys) == 4 and first.rank == 4 and first.num_bytes > 0
+    older = {f"language_model.{name}": pair for name, pair in others[0].factors.items()}  # of a class for images too
+    paths = [*(other.path for other in others), write(tmp_path / "f", older, 4, 6.0)]
+    keys = {first.key, *(executor.load_adapter(str(path)).key for path in paths)}
+    assert len(keys) == 5 and first.rank == 4 and first.num_bytes > 0
 
 
 @pytest.fixture(scope="module")
