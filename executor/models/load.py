@@ -158,6 +158,11 @@ def read_settings(
     fields = Fields(text, where)
     name, read_spec = find_architecture(fields)
     spec = read_spec(fields)
+    if all(layer.recurrent for layer in spec.layers):
+        raise ExecutorError(
+            f"{where}: layer_types (or hybrid_override_pattern): {len(spec.layers)} recurrent layers found; "
+            "at least one with attention is expected"
+        )
     if config.draft_tokens:
         spec = with_draft_layer(spec, fields, None if is_dummy else checkpoint.names())
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
