@@ -28,7 +28,7 @@ async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: fl
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
         body = msgspec.json.encode({"model": replica.models[0], **fields})
         parsed = msgspec.json.decode(body, type=RequestFields)
-        ours = await asyncio.to_thread(prompts.ids, path, body, parsed, split_object(body))
+        ours = await asyncio.to_thread(prompts.ids, path, body, parsed, split_object(body), is_ours=False)
         with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
             status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
             if status == 200 and ours is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from msgspec import Raw
+from msgspec.structs import asdict
 
 from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
@@ -18,8 +19,7 @@ from penstock.engine.server.call import Call
 from penstock.engine.server.conversation import Conversation
 from penstock.engine.server.requests import ChatRequest, PromptRequest, TokenizeRequest
 from penstock.engine.server.service import Service
-from penstock.engine.server.tool_choice import for_template
-from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
+from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering, show_tools
 from penstock.engine.text.render_time import TRIAL_S, RenderTimeout, limited
 from penstock.executor.protocol import ModelInfo
 
@@ -122,7 +122,7 @@ async def render(request: ChatRequest | TokenizeRequest, conversation: Conversat
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-    tools = None if request.tool_choice == "none" else for_template(request.tools)
+    tools = show_tools([asdict(tool.function) for tool in request.tools or ()], request.tool_choice)
 
     def prompt() -> str:
         conversation.check()

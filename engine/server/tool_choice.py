@@ -244,17 +244,6 @@ def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
     )
 
 
-def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return the tools in the form that chat templates expect, without unset fields."""
-    return None if not tools else [
-        {"type": "function", "function": {
-            name: value for name in ("name", "description", "parameters")
-            if (value := getattr(tool.function, name)) is not None
-        }}
-        for tool in tools
-    ]  # fmt: skip
-
-
 def _chosen(functions: list[ToolSpec], choice: NamedTool, types: Mapping[str, str]) -> list[ToolSpec]:
     """Return the functions that `choice` names. `types`: the types of the tools, by name."""
     tools: dict[str, NamedTool | AllowedTool] = {"tool_choice": choice}

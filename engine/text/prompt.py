@@ -1,6 +1,6 @@
 """Renders a chat into its prompt, for the server, the router and `LLM`, so that all three produce the same prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engine.invalid_request import InvalidRequest
@@ -44,6 +44,15 @@ def chat_prompt(
         **options,
         **variables,
     )
+
+
+def show_tools(functions: Iterable[Mapping[str, Any]], tool_choice: object) -> list[dict[str, Any]] | None:
+    """Return the functions in the form that chat templates expect, without unset fields; None if none can be called."""
+    shown = [
+        {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+        for function in functions
+    ]
+    return None if tool_choice == "none" or not shown else [{"type": "function", "function": each} for each in shown]
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:

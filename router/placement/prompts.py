@@ -19,7 +19,7 @@ from msgspec import Raw
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.text.chat_messages import Message
-from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
+from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering, show_tools
 from penstock.engine.text.render_time import RENDER_S, TRIAL_S, RenderTimeout, limited
 from penstock.engine.text.template import ChatTemplate, text_digest
 from penstock.engine.text.tokenizer import Tokenizer
@@ -113,7 +113,12 @@ class ChatFields(msgspec.Struct):
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     documents: list[dict[str, Any]] | None = None
+
+
+class ChatTool(msgspec.Struct):
+    function: dict[str, Any]
 
 
 class KnownMessage(Message, kw_only=True, forbid_unknown_fields=True):
@@ -158,7 +163,8 @@ class PromptReader:
         form: bytes | None = None
         num_tokens = len(body) // BYTES_PER_TOKEN if path == EMBEDDINGS else 0
         fields = split_object(body) if self._may_have_ids(path, body, parsed) else None
-        ids = None if fields is None else self.ids(path, body, parsed, fields)
+        is_ours = any(space.fingerprint for space in placement.caches.spaces)
+        ids = None if fields is None else self.ids(path, body, parsed, fields, is_ours=is_ours)
         if fields is not None and ids is not None:
             packed, is_exact = ids
             prompt, num_tokens = placement.prepare(packed, parsed.cache_salt, adapter), len(packed) // 4
@@ -177,13 +183,16 @@ class PromptReader:
         limit = MAX_CHARS_PER_TOKEN * self.max_model_len
         return path in (CHAT, COMPLETIONS) and self.segments is not None and not (limit and len(body) > 4 * limit)
 
-    def ids(self, path: str, body: bytes, parsed: RequestFields, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
+    def ids(
+        self, path: str, body: bytes, parsed: RequestFields, fields: dict[str, Raw], *, is_ours: bool
+    ) -> tuple[bytes, bool] | None:
         """Return the token ids of a request (int32, little-endian), and whether the engine would make the same ids; None
-        without a tokenizer, for several prompts, and for a body that only the replica can check. `fields`: the body's."""
+        without a tokenizer, for several prompts, and for a body that only the replica can check. `fields`: the body's.
+        `is_ours`: the engine is Penstock's; others show their templates every field of a tool."""
         if path == COMPLETIONS and _is_list(parsed.prompt):
             return _client_ids(parsed.prompt, fields)
         try:
-            return self._render(body, fields) if path == CHAT else self._complete(parsed.prompt, fields)
+            return self._render(body, fields, is_ours) if path == CHAT else self._complete(parsed.prompt, fields)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             return None  # the replica reports the error
 
@@ -194,12 +203,16 @@ class PromptReader:
         is_exact = fields.keys() <= NOT_IN_PROMPT | {"prompt", "add_special_tokens"}
         return self.segments.encode(_TEXT.decode(prompt), adds is not False), is_exact
 
-    def _render(self, body: bytes, fields: dict[str, Raw]) -> tuple[bytes, bool] | None:
+    def _render(self, body: bytes, fields: dict[str, Raw], is_ours: bool) -> tuple[bytes, bool] | None:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
         messages, are_known = _messages(chat.messages)
-        options = {"tools": chat.tools, "documents": chat.documents, **rendering(chat)}
+        tools = chat.tools
+        if is_ours and tools:
+            functions = [tool.function for tool in msgspec.convert(tools, list[ChatTool])]
+            tools = show_tools(functions, chat.tool_choice)
+        options = {"tools": tools, "documents": chat.documents, **rendering(chat)}
         try:
             with limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
                 text = chat_prompt(self.template, messages, **options)

@@ -166,12 +166,9 @@ def test_the_cached_tokens_in_an_answer_are_compared_with_the_prediction() -> No
         assert router.placement_metrics()["compared_requests_total"] == 20
 
 
-def test_a_backend_is_parsed() -> None:
-    text = "http://h:8000,events=tcp://h:5557,replay=tcp://h:5558,prefill=h:9100"
-    assert Backend.of(text) == Backend("http://h:8000", "tcp://h:5557", "tcp://h:5558", "h:9100")
-    assert Backend.of("http://[::1]:8000,events=5557").events == "tcp://[::1]:5557"
-    assert Backend.of("http://h,prefill=[::1]:9100") == Backend("http://h:80", prefill="[::1]:9100")
-    assert Backend.of("http://[::1]:8000,prefill=9100").prefill == "[::1]:9100"
+@pytest.mark.parametrize(("text", "expected"), cases(__file__, "backends", Backend=Backend))
+def test_a_backend_is_parsed_and_has_one_canonical_url(text: str, expected: Backend) -> None:
+    assert Backend.of(text) == expected
 
 
 TOKENS = list(range(100, 164))  # four blocks

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.engine.http.telemetry import Telemetry
-from penstock.router.backend import RouteError, canonical_url
+from penstock.router.backend import RouteError
 from penstock.router.config import RouterConfig, check_together, resolve
 from penstock.router.http.upstream import ConnectFailed, Upstream
 from tests.support.programs import Command
@@ -92,11 +92,6 @@ def test_a_configuration_that_cannot_work_is_refused(
     with pytest.raises(RouteError) as refusal:
         check_together(resolve(RouterConfig(**options), environment))
     assert words in str(refusal.value)
-
-
-def test_a_replica_has_one_canonical_url() -> None:
-    assert canonical_url("http://HOST") == canonical_url("http://host:80/") == "http://host:80"
-    assert canonical_url("http://[::1]:8000") == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize("is_hard", [False, True])

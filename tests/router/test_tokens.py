@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 from penstock.engine.front.hf_interface import messages_of
 from penstock.engine.http import token_form
+from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text
 from penstock.engine.text.template import ChatTemplate, text_digest
@@ -38,23 +39,17 @@ def tokenizing() -> Iterator[RunningRouter]:
         yield router
 
 
-WORDS: list[str] = cases(__file__, "pieces of texts")
-
-
-def _text(rng: random.Random, specials: list[str]) -> str:
-    return "".join(
-        rng.choice(specials) if rng.random() < 0.2 else rng.choice(WORDS) * rng.randrange(1, 12) for _ in range(12)
-    )
-
-
 def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     tokenizer, _ = smollm
     cache = SegmentCache(tokenizer)
     assert cache.is_exact
     specials = [str(tokenizer.backend.id_to_token(token_id)) for token_id in sorted(tokenizer.special_ids)]
-    rng = random.Random(1)
+    words, rng = cases(__file__, "pieces of texts"), random.Random(1)
     for _ in range(400):
-        text = _text(rng, specials)
+        is_special = rng.choices((True, False), (1, 4), k=12)
+        text = "".join(
+            rng.choice(specials) if each else rng.choice(words) * rng.randrange(1, 12) for each in is_special
+        )
         for adds in (False, True):
             packed = cache.encode(text, adds)
             assert memoryview(packed).cast("i").tolist() == tokenizer.encode(text, adds)
@@ -119,9 +114,9 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def _prepared(body: dict[str, Any], texts: PromptReader | None = None) -> PreparedRequest:
+def _prepared(body: dict[str, Any], texts: PromptReader | None = None, fingerprint: bytes = b"m") -> PreparedRequest:
     placement = Placement(PolicyConfig())
-    placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
+    placement.add_replica("a", ReplicaInfo(fingerprint=fingerprint, block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
     texts = texts or PromptReader(byte_tokenizer(), line_template())
     request = client_request(CHAT if "messages" in body else COMPLETIONS, raw)
@@ -133,8 +128,21 @@ USER = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.parametrize(("body", "is_exact"), table(__file__, "exact ids", USER=USER))
 def test_ids_are_sent_only_if_the_engine_would_make_the_same(body: dict[str, Any], is_exact: bool) -> None:
-    prepared = _prepared(body)
-    assert (prepared.body_with_ids is not None) == is_exact
+    assert (_prepared(body).body_with_ids is not None) == is_exact
+
+
+def test_tools_are_rendered_as_the_engine_renders_them(tokenizing: RunningRouter) -> None:
+    replica = next(iter(tokenizing.fleet.replicas))
+    for fields in cases(__file__, "tools of chats"):
+        answer = tokenizing.http.post(f"{replica}{CHAT}/render", json={"messages": USER, **fields})
+        raw = answer.request.content
+        ids = tokenizing.app.prompts.ids(CHAT, raw, RequestFields(), split_object(raw), is_ours=True)
+        assert ids is not None and [*memoryview(ids[0]).cast("i")] == answer.json()["token_ids"], fields
+
+
+def test_engines_of_other_kinds_show_their_templates_all_of_a_tool() -> None:
+    body = {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
+    assert _prepared(body).num_tokens + len(', "strict": true') == _prepared(body, fingerprint=b"").num_tokens
 
 
 def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
@@ -154,10 +162,7 @@ def test_after_a_template_that_loops_chats_are_rendered_in_a_thread() -> None:
     assert _prepared({"messages": USER}, reader).body_with_ids is not None
 
 
-PATHS = cases(__file__, "work of 400 bytes", CHAT=CHAT, COMPLETIONS=COMPLETIONS)
-
-
-@pytest.mark.parametrize(("path", "num_tokens"), PATHS)
+@pytest.mark.parametrize(("path", "num_tokens"), cases(__file__, "work of 400 bytes", **globals()))
 def test_only_requests_whose_text_is_computed_count_as_work(path: str, num_tokens: int) -> None:
     prepared = PromptReader().prepare(client_request(path, b"x" * 400), RequestFields(), Placement(PolicyConfig()))
     assert (prepared.prompt, prepared.num_tokens) == (None, num_tokens)

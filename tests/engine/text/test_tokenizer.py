@@ -235,7 +235,7 @@ def hinted(body: bytes, template: ChatTemplate = TEMPLATE) -> tuple[list[int] | 
     """Return the ids that the router places a request by, and whether it sends them in place of the text."""
     with contextlib.closing(PromptReader(TOKENIZER, template)) as texts:
         try:
-            hint = texts.ids(CHAT, body, ASK.decode(body), split_object(body))
+            hint = texts.ids(CHAT, body, ASK.decode(body), split_object(body), is_ours=True)
         except HttpError:
             hint = None
     return (None, False) if hint is None else (memoryview(hint[0]).cast("i").tolist(), hint[1])
