@@ -81,19 +81,24 @@ class Rules:
             self.until(f"{rule}_{number}", mark, text)
         return f"({' | '.join(f'{rule}_{number} {block}' for number, block in enumerate(blocks.values()))})"
 
-    def has_tokens(self, text: str) -> bool:
-        return any(part in self._special_ids for part in self._parts(text))
+    def free_text(self, *marks: str) -> str:
+        """Return the Lark terminal for free text. The parsers work on text, so they would read a special token that the
+        model spells out as the mark."""
+        spelled = [mark for mark in marks if any(part in self._special_ids for part in self._parts(mark))]
+        return f"/{ANY}/" + "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in spelled)
 
     def thinking(self, thinking: Thinking | None) -> str:
-        """Return the Lark expression for the reasoning before the answer plus a space; empty if there is none."""
+        """Return the Lark expression for the reasoning before the answer, with the blanks after it, plus a space; empty
+        if there is none."""
         if thinking is None:
             return ""
         marks = thinking.marks
-        self.until("thoughts", marks.close)
+        self.lines.append(f"THOUGHT: {self.free_text(marks.close)}")
+        self.until("thoughts", marks.close, "THOUGHT")
         opening = self.text(marks.open)
         if marks.is_implied and not thinking.is_open:
-            return f"({opening})? thoughts "
-        return "thoughts " if thinking.is_open else f"({opening} thoughts)? "
+            return f"({opening})? thoughts BLANK "
+        return "thoughts BLANK " if thinking.is_open else f"({opening} thoughts BLANK)? "
 
     def answer(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
         """Add a rule for an answer that follows the request's structured_outputs and return its name."""

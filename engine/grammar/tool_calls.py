@@ -35,15 +35,22 @@ def grammar(
     ways = [rules.answer(answer, thinking)] if answer is not None else []
     if calls is not None:
         ways.append(f"{rules.text(calls.form.start)} {_block(rules, calls, calls.form.before_name)}")
-    return rules.lark(f"{lead}{'BLANK ' if lead else ''}({' | '.join(ways)})")
+    return rules.lark(f"{lead}({' | '.join(ways)})")
 
 
-def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer: StructuredOutputs | None) -> str:
-    """Return the Lark grammar for gpt-oss's messages after a prompt that ends with `<|start|>assistant`: any number of
-    reasoning and commentary messages, then a call or the answer. If calls are required, only a call ends the turn."""
+def messages_grammar(
+    special_ids: Mapping[str, int],
+    calls: Calls | None = None,
+    answer: StructuredOutputs | None = None,
+    thinking: Thinking | None = None,
+) -> str:
+    """Return the Lark grammar for gpt-oss's messages after a prompt that ends with `<|start|>assistant` or within a message:
+    any number of reasoning and commentary messages, then a call or the answer. If calls are required, only a call ends
+    the turn."""
     rules = Rules(special_ids)
     text = rules.text
-    rules.until("body", END)
+    rules.lines.append(f"BODY: {rules.free_text(*harmony.ENDS)}")
+    rules.until("body", END, "BODY")
     again = f"body {text(f'{START}assistant')}"
     lead = [f"{text(f'{CHANNEL}analysis{MESSAGE}')} {again}"]
     ends = []
@@ -54,9 +61,13 @@ def messages_grammar(special_ids: Mapping[str, int], calls: Calls | None, answer
             to, arguments = f"to=functions.{function.name}", argument_rules(rules, harmony.FORM, function)
             ends.append(f"{text(f'{CHANNEL}commentary {to}')} {constrain} {arguments}")
             ends.append(f"{text(f' {to}{CHANNEL}commentary')} {constrain} {arguments}")
+    begun = harmony.HarmonyReader(calls, thinking, is_certain=True).channel
     if calls is None or not calls.must:
-        ends.append(f"{text(f'{CHANNEL}final{MESSAGE}')} {'TEXT' if answer is None else rules.answer(answer)}")
-    return rules.lark(f"({' | '.join(lead)})* ({' | '.join(ends)})")
+        final = "TEXT" if answer is None else rules.answer(answer)
+        ends.append(f"{text(f'{CHANNEL}final{MESSAGE}')} {final}")
+        if begun == "final":
+            return rules.lark(final)
+    return rules.lark(f"{'' if begun is None else again} ({' | '.join(lead)})* ({' | '.join(ends)})")
 
 
 def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False) -> str:
@@ -91,10 +102,9 @@ def _optional(rules: Rules, calls: Calls, thinking: Thinking | None) -> str:
         arguments = argument_rules(rules, form, function)
         head = form.before_name + function.name + form.before_arguments
         triggers[head] = f"{arguments} {rules.text(form.after_arguments)} {f'({end})?' if end else ''}"
-    # The parsers work on text, so they would read a special token that the model spells out as the mark.
-    without = "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in form.triggers if rules.has_tokens(mark))
+    free_text = rules.free_text(*form.triggers)
     no_reasoning = "" if thinking is None else f" & ~/{BLANK}{escaped(thinking.marks.open)}{ANY}/"
-    rules.lines += [f"FREE: /{ANY}/{without}", f"FIRST: /{ANY}/{without}{no_reasoning}"]
+    rules.lines += [f"FREE: {free_text}", f"FIRST: {free_text}{no_reasoning}"]
     rules.lines += [f"block_{number}: {block}" for number, block in enumerate(triggers.values())]
     names = {mark: f"block_{number}" for number, mark in enumerate(triggers)}
     first, free = rules.until_each("first", names, "FIRST"), rules.until_each("free", names, "FREE")

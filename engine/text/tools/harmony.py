@@ -31,8 +31,8 @@ FORM = NamedCalls(
     extra=TOKENS,
     has_many=False,  # a call ends the turn
 )
-_ENDS = (END, CALL, RETURN, START)  # START ends a message if the model omitted the other marks
-_END = re.compile("|".join(map(re.escape, _ENDS)))
+ENDS = (END, CALL, RETURN, START)  # START ends a message if the model omitted the other marks
+_END = re.compile("|".join(map(re.escape, ENDS)))
 _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
@@ -59,9 +59,14 @@ class HarmonyReader(CallReader):
             self.start -= len(thinking.begun)
 
     @property
+    def channel(self) -> str | None:
+        """The channel of the message that goes on; None between messages."""
+        return None if self._is_header else self._channel
+
+    @property
     def is_enforced(self) -> bool:
-        """True in headers, too, because a header may be that of a call."""
-        return self.is_certain and (self._is_header or bool(self._function))
+        """True in headers, too, which are not part of the text."""
+        return self._is_header or (self.is_certain and bool(self._function))
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back so far. An unfinished header is dropped; text that is not a header is content,
@@ -79,7 +84,7 @@ class HarmonyReader(CallReader):
             if self._function and self.is_certain:
                 self._announce(self._function)
             while (found := _END.search(self.text, self.at)) is None:
-                stop = len(self.text) - num_held(self.text, self.at, _ENDS)
+                stop = len(self.text) - num_held(self.text, self.at, ENDS)
                 self._add(self.text[self.at : stop], stop)
                 self.at = stop
                 yield from self.wait()

@@ -19,7 +19,7 @@ from penstock.engine.server.custom_tools import Grammar, as_function
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.call_kinds import Calls, ToolSpec
 from penstock.engine.text.tools.formats import detect, named
-from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, after_prompt
+from penstock.engine.text.tools.harmony import ENDS, FORM, TOKENS, HarmonyReader, after_prompt
 from penstock.engine.text.tools.reader import Arguments, CallStart
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
 from penstock.engine.text.tools.thinking import THINK, Thinking
@@ -78,6 +78,8 @@ def test_an_answer_of_any_text_begins_behind_the_reasoning(regex: str) -> None:
     assert held.verdict("<think>hm</think>") == "unfinished"
     for text in ("<think>hm</think>\n\nParis", "Paris", "<thin"):
         assert held.accepts(text), text
+    choice = AnswerGrammar((), None, StructuredOutputs(choice=["yes"]), thinking.Thinking(thinking.THINK))
+    assert choice.accepts("<think>hm</think>\n yes") and choice.accepts("yes") and choice.verdict(" yes") == ""
 
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
@@ -93,6 +95,18 @@ def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) ->
     for held in (lark(True, calls_of(name)), lark(True, calls_of(name), None, Thinking(THINK))):
         spelled = [*b"hello ", *mark.encode()]
         assert held.matcher.try_consume_tokens(spelled) == len(spelled) - 1
+
+
+@pytest.mark.parametrize("mark", [THINK.close, *ENDS])
+def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_reasoning(mark: str) -> None:
+    """The parsers would end the reasoning there."""
+    form, opened = StructuredOutputs(choice=["yes"]), after_prompt("<|start|>assistant<|channel|>analysis<|message|>")
+    if mark == THINK.close:
+        held = lark(True, None, form, Thinking(THINK, is_open=True))
+    else:
+        held = AnswerGrammar(TOKENS, None, form, opened, build=messages_grammar)
+    spelled = [*b"hello ", *mark.encode()]
+    assert held.matcher.deep_copy().try_consume_tokens(spelled) == len(spelled) - 1
 
 
 @SPECIAL
@@ -198,8 +212,19 @@ def test_a_begun_message_goes_on(prompt: str, text: str, expected: tuple[str, st
     assert read(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
 
 
-def held(special: bool, tools: Calls | None, answer: StructuredOutputs | None = None) -> AnswerGrammar:
-    return AnswerGrammar(TOKENS if special else (), tools, answer, build=messages_grammar)
+def held(special: bool, *parts: Any) -> AnswerGrammar:
+    return AnswerGrammar(TOKENS if special else (), *parts, build=messages_grammar)
+
+
+@SPECIAL
+@pytest.mark.parametrize(
+    ("channel", "parts", "right", "wrong"), cases(__file__, "begun messages of gpt-oss", **globals())
+)
+def test_a_begun_message_goes_on_before_what_a_grammar_asks_for(
+    special: bool, channel: str, parts: tuple[Any, ...], right: str, wrong: str
+) -> None:
+    form = held(special, *parts, after_prompt(f"<|start|>assistant<|channel|>{channel}<|message|>It"))
+    assert form.accepts(right) and form.refuses(wrong)
 
 
 @SPECIAL
