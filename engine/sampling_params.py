@@ -149,7 +149,7 @@ class SamplingParams(_Fields, kw_only=True):
         values = msgspec.structs.asdict(self)
         try:
             valid = msgspec.convert(values, _Fields)
-        except msgspec.ValidationError:  # a value is invalid, or of another library
+        except (msgspec.ValidationError, AttributeError):  # a value is invalid, or of another library
             valid = _Fields(**{field: _converted(field, value) for field, value in values.items()})
         for field in self.__struct_fields__:
             setattr(self, field, getattr(valid, field))

@@ -161,13 +161,13 @@ class AsyncEngine:
             return EngineHealth(True, False, "the engine sleeps" if self.state.asleep else "the engine is paused")
         return EngineHealth(True, True, "ok")
 
-    def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
+    def admit(self, num_sequences: int = 1, num_preparing: int = 0, field: str = "prompt") -> None:
         if self._death is not None:
             raise EngineDead(self._death)
         limit = self.config.scheduler.max_sequences
         if num_sequences > limit:
             limits = f"{limit} at a time (--max-num-seqs and --max-queued-requests)"
-            raise InvalidRequest("prompt", f"{num_sequences} sequences requested; this server allows {limits}")
+            raise InvalidRequest(field, f"{num_sequences} sequences requested; this server allows {limits}")
         if len(self.answers) + num_preparing + num_sequences > limit:
             raise QueueFull(
                 f"{len(self.answers) + num_preparing} sequences are in flight and {limit} are the limit; try again later",

@@ -51,7 +51,7 @@ class Engine(Protocol):
     def health(self) -> EngineHealth:
         """Return the health, from the core's heartbeat, process and running step, never from the tokens."""
 
-    def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
+    def admit(self, num_sequences: int = 1, num_preparing: int = 0, field: str = "prompt") -> None:
         """Raise the errors of `generate` for a full queue or a dead core. The server calls this before it tokenizes;
         `num_preparing` is the number of admitted sequences that are being tokenized."""
 

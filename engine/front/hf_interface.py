@@ -17,6 +17,8 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 FIELDS = frozenset(Message.__struct_fields__)
+# Parameters of transformers' apply_chat_template that would silently become variables of the template.
+_NOT_APPLIED = ("chat_template", "max_length", "padding", "return_dict", "return_tensors", "truncation")
 
 
 class Encoded(dict[str, Any]):
@@ -73,6 +75,9 @@ class FamiliarTokenizer:
 
         `template_kwargs` are variables of the template.
         """
+        for name in _NOT_APPLIED:
+            if template_kwargs.pop(name, None):
+                raise InvalidRequest(name, "is not supported here; encode the text, or use transformers' tokenizer")
         text = self.prompt(
             conversation,
             tools=tools,

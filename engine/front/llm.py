@@ -136,7 +136,7 @@ class LLM:
         ]
         # The template has written the special tokens itself.
         ids: list[offline_call.Prompt] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
+        return self._generate(ids, sampling_params, use_tqdm, continue_final_message, lora_request)
 
     def embed(
         self,

@@ -110,8 +110,8 @@ def begin_answer(
     in the core.
 
     `prompt`: token ids, or the result of `token_bytes`: 131k ids take 4 ms to check.
-    `is_continuation`: the text continues the prompt's text (a completion). Some vocabularies mark the first word of a
-    text with a space, which only a continuation keeps.
+    `is_continuation`: the text continues the prompt's text (a completion, a begun message). Some vocabularies mark the
+    first word of a text with a space, which only a continuation keeps.
     `shown_ids`: special tokens that are part of the text in any case.
     `stop_condition`: creates for each choice the condition under which stop strings apply.
     `grammar`: the grammar's text; it implements `params.structured_outputs`, and may be stricter.

@@ -48,7 +48,7 @@ async def ask(
 ) -> ReadingPlan:
     """Check the request and submit it to the engine; return the plan for parsing its answers. `prompt_ids` replace the
     conversation's messages."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if max_tokens == 0:
@@ -59,7 +59,7 @@ async def ask(
         special["max_tokens"] = max_tokens  # None: limited by the context only
     params = sampling_params(service, call, request, **special)
     wanted = params.structured_outputs
-    with service.admit(params.n):
+    with service.admit(params.n, "n"):
         given = prompt_ids if prompt_ids is not None else await render(request, conversation, service)
         (prompt,) = await to_ids("messages", [given], service, request)
         check_prompt_logprobs("prompt_logprobs", [prompt], params.prompt_logprobs, num_copies=1)
@@ -74,7 +74,8 @@ async def ask(
             grammar=grammar,
             kv_transfer=request.kv_transfer_params,
             shown_ids=plan.shown_ids,
-            stop_condition=plan.stop_condition if plan.is_certain else None,
+            stop_condition=plan.stop_condition if plan.is_certain or plan.has_headers else None,
+            is_continuation=bool(request.continue_final_message),
         )
     await service.compiled(call, "tools" if plan.is_certain else None if wanted is None else wanted.field)
     return plan

@@ -8,7 +8,7 @@ from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.server.answer_writer import Json, respond
 from penstock.engine.server.answers import ChoicesWriter, sampling_params, token_fields
 from penstock.engine.server.call import Call
-from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
+from penstock.engine.server.logprobs import begins_characters, completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import check_prompt_logprobs, decode_inputs, given_ids, to_ids
 from penstock.engine.server.requests import CompletionRequest
 from penstock.engine.server.service import MAX_SEQUENCES, Service
@@ -109,6 +109,9 @@ class CompletionWriter(ChoicesWriter):
         if is_first and self._request.echo:
             answer = self._call.answers[prompt_index]
             tokens, first_id = [*(answer.prompt_logprobs or ()), *tokens], answer.prompt_token_ids[0]
+            # The text lacks tokens that the tokenizer adds before it, and the first space of some vocabularies.
+            num_chars = sum(sum(begins_characters(self._tokenizer, id_)) for id_ in answer.prompt_token_ids)
+            offset = min(len(self._echo(prompt_index)) - num_chars, 0)
         as_ids = self._request.return_tokens_as_token_ids
         reply, self._offsets[index] = completion_logprobs(self._tokenizer, tokens, offset, first_id, as_ids)
         return reply

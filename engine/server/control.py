@@ -4,7 +4,7 @@ The operator must enable these routes. Parameters may be in the query string, in
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ class PauseRequest(msgspec.Struct, kw_only=True):
 
     mode: PauseMode = "abort"  # what happens to running requests
     # Clearing is not needed, because blocks of other weights are never hit. True is accepted, as vLLM's default.
-    clear_cache: Literal[True] | None = None
+    clear_cache: bool | None = None
 
 
 class SleepRequest(msgspec.Struct, kw_only=True):
@@ -49,6 +49,8 @@ async def pause(service: Service, call: Call, body: bytes) -> dict[str, Any]:
     """Stop computing between two steps. New requests wait; running requests are ended ("abort"), waited for ("wait") or
     kept ("keep")."""
     request = parse_control(PauseRequest, call.query, body)
+    if request.clear_cache is False:
+        raise InvalidRequest("clear_cache", "false given; only true is possible")
     await service.engine.control("pause", mode=request.mode)
     return {"status": "paused"}
 

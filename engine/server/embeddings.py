@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Raw
 
 from penstock.engine.front.values import embedding_of
+from penstock.engine.http.errors import HttpError
 from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.answer_writer import Json
@@ -30,12 +31,14 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Json:
         raise InvalidRequest("dimensions", what)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info, num_answered=0)
     pooling = request.pooling or service.config.pooling
-    with service.admit(len(inputs)):
+    with service.admit(len(inputs), "input"):
         prompts = await to_ids("input", inputs, service, request, num_answered=0)
         service.generate(call, request, prompts, _PARAMS, pooling=pooling)
     for answer in call.answers:
         async for updates in answer:
             service.seen(answer, updates)
+    if any(answer.embedding is None for answer in call.answers):  # ended by a pause or a drain
+        raise HttpError(503, "the embedding was ended before it was complete")
     vectors = await in_thread_if(
         size * len(inputs) > INLINE_FLOATS, lambda: [_vector(answer.embedding, request) for answer in call.answers]
     )
@@ -47,7 +50,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Json:
 def _vector(embedding: bytes | None, request: EmbeddingRequest) -> Raw:
     """Return the JSON of the vector, as numbers or as base64 of little-endian float32, normalized unless `normalize` is
     false. Encoding all vectors of a reply in one call would hold the GIL, in a thread too."""
-    assert embedding is not None, "a failed answer raises before"
+    assert embedding is not None, "the call has been refused"
     vector = embedding_of(embedding, request.normalize is not False)
     is_base64 = request.encoding_format == "base64"
     return Raw(msgspec.json.encode(base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()))

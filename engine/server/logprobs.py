@@ -32,6 +32,11 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], as_ids:
     return {"content": content, "refusal": None}
 
 
+def begins_characters(tokenizer: Tokenizer, id_: int) -> list[bool]:
+    """Return for each byte of a token whether it begins a UTF-8 character."""
+    return [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]
+
+
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int, first_id: int | None, as_ids: bool | None
 ) -> tuple[dict[str, Any], int]:
@@ -45,7 +50,7 @@ def completion_logprobs(
         reply["tokens"].append(read(id_))
         reply["token_logprobs"].append(value)
         reply["top_logprobs"].append(top)
-        begins = [byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(id_)]  # whether a byte begins a UTF-8 character
+        begins = begins_characters(tokenizer, id_)
         reply["text_offset"].append(max(offset - (begins[:1] == [False]), 0))
         offset += sum(begins)
 

@@ -38,9 +38,9 @@ Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # accepted, but no padding is ever added; it would not change the answer
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False  # accepted, but no padding is ever added; it would not change the answer
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

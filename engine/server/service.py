@@ -110,14 +110,15 @@ class Service:
                 raise InvalidRequest(field, answer.error)
 
     @contextlib.contextmanager
-    def admit(self, num_sequences: int) -> Iterator[None]:
-        """Reserve queue places for the sequences until they are submitted; raise an error if they cannot be queued."""
+    def admit(self, num_sequences: int, field: str = "prompt") -> Iterator[None]:
+        """Reserve queue places for the sequences, whose number comes from `field`, until they are submitted; raise an error
+        if they cannot be queued."""
         if self.is_draining:
             raise HttpError(503, "the server is shutting down", headers={"connection": "close", "retry-after": "1"})
         health = self.engine.health()
         if not health.alive:
             raise HttpError(503, health.reason)
-        self.engine.admit(num_sequences, self._num_preparing)
+        self.engine.admit(num_sequences, self._num_preparing, field)
         self._num_preparing += num_sequences
         try:
             yield

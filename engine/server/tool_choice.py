@@ -104,14 +104,19 @@ class ReadingPlan:
         """The special tokens whose text the parsers need."""
         return frozenset() if self.is_plain else self.special_ids
 
+    @property
+    def has_headers(self) -> bool:
+        """True if the answer has headers, which are not part of the text."""
+        return is_harmony(self.calls, self.thinking)
+
     def begin(self) -> Reading:
         """Return a new parser for one choice."""
         return Reading(self, None if self.is_plain else self._reader())
 
     def stop_condition(self) -> StopCondition:
-        """Return the condition under which stop strings end one choice: not within a call that a grammar enforces, which
-        would be left incomplete. This is a parser of its own, since the parser of `begin` gets no text that may still
-        become a stop string."""
+        """Return the condition under which stop strings end one choice: not in a header, nor within a call that a grammar
+        enforces, which would be left incomplete. This is a parser of its own, since the parser of `begin` gets no text
+        that may still become a stop string."""
         reader = self._reader()
 
         def may_stop(text: str) -> bool:
@@ -121,7 +126,7 @@ class ReadingPlan:
         return may_stop
 
     def _reader(self) -> AnswerReader | harmony.HarmonyReader:
-        kind = harmony.HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
+        kind = harmony.HarmonyReader if self.has_headers else AnswerReader
         return kind(self.calls, self.thinking, is_certain=self.is_certain)
 
 
@@ -221,7 +226,11 @@ class Tools:
     ) -> str | None:
         """Build the grammar. The client did not request one for optional calls, so they are not constrained by one that
         is refused: that is logged, and None is returned. Any other grammar is refused by the core."""
-        build = messages_grammar if is_harmony(calls, thought) else partial(grammar, thinking=thought)
+        build = partial(messages_grammar if is_harmony(calls, thought) else grammar, thinking=thought)
+        if calls is not None and answer_format is not None:
+            refusal = await self._validator.refusal(grammar_source(answer_format))
+            if refusal is not None:
+                raise InvalidRequest(answer_format.field, f"the grammar cannot be compiled: {refusal}")
         if calls is None or calls.must or any(function.is_strict for function in calls.functions):
             return build(self._special_ids, calls, answer_format)
         try:

@@ -126,7 +126,7 @@ def plain(value: Any, field: str, depth: int = 0) -> Any:
     if type(value) is str:
         return check_unicode(value, field)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {str(key): plain(item, field, depth + 1) for key, item in value.items()}
+        return {check_unicode(str(key), field): plain(item, field, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, field, depth + 1) for item in value]
     raise InvalidRequest(field, f"holds a {type(value).__name__}; only JSON values are allowed")

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -24,6 +25,7 @@ from penstock.executor.protocol import StepResult
 from tests.support.oracle_engine import oracle_llm
 from tests.support.refusals import table
 from tests.support.simulation import alone, submit
+from tests.support.text_samples import sentencepiece
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -247,6 +249,19 @@ def test_numbers_of_other_libraries_give_what_pythons_own_give(llm: LLM) -> None
         assert one.outputs == expected[0] and one.prompt_token_ids == [1, 2, 3]
     params.check(50)
     assert {name: repr(getattr(params, name)) for name in plain} == {name: repr(each) for name, each in plain.items()}
+
+
+def test_a_begun_message_goes_on_with_the_space_before_its_next_word(folder: Path) -> None:
+    tokenizer = sentencepiece()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[-1].content }}"}')
+    params = SamplingParams(max_tokens=1, allowed_token_ids=tokenizer.encode("world", add_special_tokens=False).ids)
+    with oracle_llm(folder, skip_tokenizer=False, hf_overrides={"vocab_size": tokenizer.get_vocab_size()}) as llm:
+        chat = partial(llm.chat, [{"role": "assistant", "content": "hello"}], params, add_generation_prompt=False)
+        assert [chat(continue_final_message=is_begun)[0].outputs[0].text for is_begun in (True, False)] == [
+            " world",
+            "world",
+        ]
 
 
 def test_choices_that_find_the_first_ones_blocks_have_saved_nothing(llm: LLM) -> None:

@@ -20,6 +20,7 @@ from penstock.engine.front.engine import EngineDead, EngineHealth, QueueFull
 from penstock.engine.front.submit import begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.invalid_request import InvalidRequest
 from penstock.engine.messages import CacheUpdate, FinishReason, MissReason, Output, Reuse, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
@@ -78,7 +79,7 @@ class FakeEngine:
         self.is_watched = False
         self.delay_s = delay_s
         self.step_tokens = 1  # brought by one step
-        self.max_open = max_open
+        self.max_open, self.most = max_open, 4096  # sequences at a time, and in one request
         self.hold = False
         self.fail_next: str | None = None  # ends every running sequence with this error
         self.is_refusal = False  # with an error: the request itself is invalid
@@ -101,10 +102,12 @@ class FakeEngine:
             return EngineHealth(False, False, self._death)
         return EngineHealth(self._is_healthy, self._is_healthy, "ok" if self._is_healthy else "a step hangs")
 
-    def admit(self, num_sequences: int = 1, num_preparing: int = 0) -> None:
+    def admit(self, num_sequences: int = 1, num_preparing: int = 0, field: str = "prompt") -> None:
         self.num_admissions += 1
         if self._death is not None:
             raise EngineDead(self._death)
+        if num_sequences > self.most:
+            raise InvalidRequest(field, f"{num_sequences} sequences requested")
         if len(self._open) + num_preparing + num_sequences > self.max_open:
             raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 

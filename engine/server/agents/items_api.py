@@ -75,7 +75,10 @@ def _past(service: Service, call: Call, previous_id: str | None) -> list[StoredR
     """Return the chain of previous responses, oldest first."""
     turns: list[StoredResponse] = []
     while previous_id is not None:
-        stored = service.responses.get(call.owner, previous_id) if len(turns) < MAX_CHAIN else None
+        if len(turns) == MAX_CHAIN:
+            what = f"more than {MAX_CHAIN} responses in a row; send the older items as input"
+            raise InvalidRequest("previous_response_id", what)
+        stored = service.responses.get(call.owner, previous_id)
         if stored is None:
             raise not_stored("previous_response_id", previous_id, 400)
         turns.append(stored)

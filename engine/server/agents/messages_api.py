@@ -96,6 +96,7 @@ def _add(chat: Conversation, path: str, message: schema.BlockMessage) -> None:
             texts.append(TextPart("text", block.text))
         elif isinstance(block, schema.ThinkingBlock):
             chat.think(path, block.thinking)
+            texts = None if block.thinking else texts  # text after it begins another message
         elif isinstance(block, schema.ToolUseBlock):
             chat.call(at, block.id, block.name, block.input)
         else:

@@ -1,5 +1,7 @@
 """Completions and chats as OpenAI's own client reads them, whole and streamed."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,9 +11,11 @@ import pytest
 from penstock.engine.front.submit import begin_answer
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.template import ChatTemplate
-from tests.support.fake_engine import INFO, byte_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
+from tests.support.fake_engine import INFO, FakeEngine, byte_tokenizer
 from tests.support.refusals import cases
-from tests.support.running_server import MODEL, Running, events, running
+from tests.support.running_server import MODEL, Running, events, running, until
+from tests.support.text_samples import sentencepiece
 from tests.support.three_apis import APIS
 
 # Completions.
@@ -55,6 +59,15 @@ def test_the_usage_of_a_completion_counts_all_prompts_and_choices(client: Any) -
     assert answer.model == MODEL
 
 
+def test_the_offsets_of_an_echo_are_those_of_its_text() -> None:
+    """Which lacks the token that begins every prompt, and the space before the first word."""
+    tokenizer = Tokenizer(sentencepiece(), eos_ids=frozenset())
+    engine = FakeEngine(tokenizer=tokenizer, info=msgspec.structs.replace(INFO, vocab_size=tokenizer.vocab_size))
+    with running(engine, tokenizer) as server:
+        (choice,) = server.complete("hello there", echo=True, logprobs=0, max_tokens=1).json()["choices"]
+    assert choice["logprobs"]["text_offset"][:7] == [0, 0, 5, 6, 7, 9, 10]
+
+
 def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:
     choice = server.complete("abc", prompt_logprobs=1, max_tokens=1).json()["choices"][0]
     first, second, _ = choice["prompt_logprobs"]
@@ -76,7 +89,8 @@ def test_prompts_up_to_the_limit_are_scored_and_longer_ones_refused(server: Runn
 
 def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     fields = dict(cases(__file__, "sampling fields"))
-    for send, is_continuation in ((server.complete, True), (server.chat, False)):
+    begun = partial(server.chat, continue_final_message=True, add_generation_prompt=False)
+    for send, is_continuation in ((server.complete, True), (server.chat, False), (begun, True)):
         assert send(**fields, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
         params = server.params
         assert {name: getattr(params, name) for name in fields} == fields
@@ -177,7 +191,7 @@ def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server: Running) ->
         assert [piece["usage"] for piece in pieces] == [None] * 3
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 3
-        alone = send(max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True})
+        alone = send(max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True, "include_usage": None})
         assert all("usage" not in event for event in events(alone))
         options = {"include_usage": True, "continuous_usage_stats": True}
         *pieces, last = events(send(max_tokens=3, stream=True, stream_options=options))
@@ -230,6 +244,16 @@ def test_embeddings_come_in_order_as_numbers_or_base64(client: Any) -> None:
     assert answer.usage.prompt_tokens == 4
     decoded = client.embeddings.create(model=MODEL, input="a")  # the client asks for base64 by itself
     assert decoded.data[0].embedding == pytest.approx([value / 97.113 for value in (1, 97, 2, 4)], rel=1e-3)
+
+
+def test_an_embedding_that_is_ended_early_is_a_503() -> None:
+    engine = FakeEngine()
+    engine.hold = True
+    with running(engine) as server, ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(server.post, "/v1/embeddings", {"input": "a"})
+        until(lambda: len(engine.answers) == 1)
+        server.call(lambda: engine.abort(engine.answers))
+        assert asking.result(60).status_code == 503
 
 
 def test_pooling_is_the_server_s_unless_the_request_names_another() -> None:

@@ -79,7 +79,7 @@ def test_a_refusal_names_the_field_and_changes_nothing(server: Running, tmp_path
 def test_a_pause_keeps_awaits_or_ends_running_requests(server: Running, mode: str) -> None:
     first = ask(server, max_tokens=4000, ignore_eos=True)
     until(lambda: server.engine.stats.num_running == 1)
-    query, body = (f"?mode={mode}&mode={mode}", {"mode": mode}) if mode else ("", {})
+    query, body = (f"?mode={mode}&mode={mode}", {"mode": mode}) if mode else ("?clear_cache=true", {})
     for each in ({}, body):  # the query and the body are one set of fields
         assert server.http.post(f"/pause{query}", json=each).json() == {"status": "paused"}
     assert server.http.post("/pause", json=body).json() == {"status": "paused"}

@@ -209,16 +209,18 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Runn
 
 def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing() -> None:
     engine = FakeEngine(max_open=2)
-    engine.hold = True
+    engine.hold, engine.most = True, 3
     with running(engine) as server:
-        for ask in (server.complete, server.chat):
+        for ask, field in ((server.complete, "prompt"), (server.chat, "n")):
             answer = ask(n=3)
             refused(answer, 429)
             assert answer.headers["retry-after"] == "7"
+            refused(ask(n=4), 400, field)
         tokenizer = server.app.service.tokenizer
         tokenizer.encode_batch = None  # type: ignore[assignment]  # would be a 500 if it were called
         refused(server.complete(n=3), 429)
         refused(server.post("/v1/embeddings", {"input": ["a", "b", "c"]}), 429)
+        refused(server.post("/v1/embeddings", {"input": ["a", "b", "c", "d"]}), 400, "input")
     assert engine.submitted == []
 
 

@@ -138,7 +138,11 @@ def test_fields_outside_of_the_prompt_are_not_stored(server: Running) -> None:
     assert stored is not None and b'"Hi"' in stored.items and b"mark" not in stored.items
 
 
-def test_the_items_of_all_previous_responses_are_limited_like_a_body() -> None:
+@pytest.mark.parametrize(("most", "limit"), [(1000, "at most 1024 are"), (1, "more than 1 responses in a row")])
+def test_previous_responses_are_limited_in_number_and_like_a_body(
+    most: int, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.server.agents.items_api.MAX_CHAIN", most)
     with running(max_body_bytes=1024) as server:
         previous_id = None
         for text, expected in (("x" * 400, 200), ("x" * 400, 200), ("x", 400)):
@@ -146,7 +150,7 @@ def test_the_items_of_all_previous_responses_are_limited_like_a_body() -> None:
             answer = server.post("/v1/responses", body)
             assert answer.status_code == expected, answer.text
             previous_id = answer.json().get("id")
-    assert answer.json()["error"]["param"] == "previous_response_id" and "at most 1024" in answer.text
+    assert answer.json()["error"]["param"] == "previous_response_id" and limit in answer.text
 
 
 def test_store_false_keeps_nothing(client: Any, openai: Any) -> None:
