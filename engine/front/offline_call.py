@@ -98,6 +98,7 @@ class LoadedAdapters:
         if key is None:
             while len(self._keys) >= self._most:
                 core.unload_adapter(self._keys.pop(next(iter(self._keys))))
+            core.pauses.drain()  # a step of the previous call may be in flight, though its requests have ended
             key = core.load_adapter(request.lora_path).key
         self._keys[request] = key
         return key

@@ -149,6 +149,7 @@ def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_
             results = llm.generate([[1, 2, 3]] * len(adapters), params, use_tqdm=False, lora_request=adapters)
             return [each.outputs[0].token_ids for each in results]
 
+        llm.generate([[1]], SamplingParams(stop_token_ids=[*range(50)]), use_tqdm=False)  # leaves a step in flight
         base, with_a, with_b = tokens(None, a, b)
         assert base != with_a != with_b != base
         assert tokens(a, a) == [with_a, with_a]
