@@ -63,8 +63,8 @@ class AdapterStore:
             raise AdapterError(str(error)) from None
         if key in self._held:
             return self._held[key].info
-        if len(self._held) >= self._config.max_cpu_loras:
-            raise AdapterError(f"max_cpu_loras: {len(self._held)} adapters are held already; unload one")
+        if (num := len(self._held)) >= self._config.max_cpu_loras:
+            raise AdapterError(f"max_cpu_loras: {num} adapters are held already; unload one, also before a replacement")
         taken = {held.number for held in self._held.values()}
         number = next(n for n in range(1, len(taken) + 2) if n not in taken)
         self._weights.hold(number, products)

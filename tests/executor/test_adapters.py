@@ -162,7 +162,7 @@ def test_processes_load_and_unload_together_or_not_at_all(tmp_path: Path) -> Non
     adapters = [Adapter("llama", tmp_path / str(seed), seed) for seed in range(4)]
     with running(config_of("llama", 2, enable_lora=True, max_cpu_loras=2, max_loras=2)) as executor:
         keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters[:2]]
-        with pytest.raises(AdapterError, match="max_cpu_loras: 2 adapters are held already"):
+        with pytest.raises(AdapterError, match="max_cpu_loras: 2 .* held already; unload one, also before a repl"):
             executor.load_adapter(str(adapters[2].path))
         driver, prompt = Driver(executor), prompts(1, seed=5)[0]
         one = driver.admit(prompt, adapter=keys[1])
