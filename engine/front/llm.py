@@ -3,11 +3,13 @@
 No server, no sockets: `generate` drives the engine core itself, in the calling thread.
 """
 
+import atexit
 import os
 import random
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
@@ -82,6 +84,8 @@ class LLM:
             vocabulary = partial(GrammarVocabulary, self.tokenizer, executor.info.vocab_size)
             compiler = Compiler(vocabulary)
         self._core = EngineCore(config, executor, compiler)
+        if config.executor.kv_disk_path:
+            atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
@@ -318,3 +322,11 @@ class LLM:
         if any(error is not None for error in errors):
             raise results.RequestsFailed(errors, shown)
         return cast("list[results.Result]", shown)
+
+
+def _close_at_exit(ref: weakref.ref[LLM], pid: int) -> None:
+    """Close an LLM whose script ends without `shutdown`, or its last blocks would not reach the disk. A forked process
+    does not own it, and a thread that still runs a call is not waited for."""
+    llm = ref()
+    if llm is not None and os.getpid() == pid and llm._turn.acquire(blocking=False):
+        llm.shutdown()

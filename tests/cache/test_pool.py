@@ -226,13 +226,10 @@ def test_a_ticket_ends_with_its_last_rank_and_is_good_if_all_are() -> None:
 
 
 def test_a_key_is_in_a_store_while_every_rank_has_it() -> None:
-    merge = ResultMerger(2)
-    assert merge.merge([TransferResult(gained={"disk": [key(1)]})]).gained == {}
-    assert merge.merge([TransferResult(gained={"disk": [key(1)]})]).gained == {"disk": [key(1)]}
-    assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {"disk": [key(1)]}
-    assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {}
-    back = TransferResult(gained={"disk": [key(1)]})
-    assert merge.merge([back, back, TransferResult(lost={"disk": [key(1)]})]) == TransferResult()
+    merge, nothing = ResultMerger(2), TransferResult()
+    came, went = TransferResult(gained={"disk": [key(1)]}), TransferResult(lost={"disk": [key(1)]})
+    assert [merge.merge([each]) for each in (came, came, went, went)] == [nothing, came, went, nothing]
+    assert merge.merge([came, came, went]) == nothing
 
 
 def test_whatever_changes_the_meaning_of_a_block_s_bytes_is_another_disk() -> None:

@@ -17,6 +17,7 @@ from penstock.executor.tiers import transfers
 from tests.support.flaky_store import FlakyStore
 from tests.support.oracle_engine import oracle_llm
 from tests.support.peer_rig import free_addresses, until
+from tests.support.programs import printed
 from tests.support.refusals import table
 from tests.support.simulation import BLOCK_SIZE, World, submit
 
@@ -223,11 +224,14 @@ def test_less_than_two_blocks_and_paths_of_files_are_refused_by_name(folder: Pat
 
 def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: Path, disk: str) -> None:
     options = {"kv_disk_path": disk, "kv_disk_bytes": "16MiB", "kv_host_bytes": "64KiB"}
-    with oracle(folder, **options) as llm:
-        cold = tokens(llm)
+    script = (
+        f"from tests.engine.test_tiers import *; llm = oracle(Path({str(folder)!r}), **{options}); print(tokens(llm))"
+    )
+    cold = printed(script)
+    assert list(Path(disk).rglob("index")), "a script that ends without a shutdown closes its tiers"
     with oracle(folder, **options) as llm:
         assert cached(llm) == [32] * 8
-        assert tokens(llm) == cold
+        assert str(tokens(llm)) == cold
         assert llm.get_metrics()["kv_disk_hit_tokens"] > 0
         assert llm.info.memory["disk tier"] == 2**24
 
