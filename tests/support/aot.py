@@ -3,7 +3,7 @@
 This is a process of its own, because where kernels are interpreted they cannot be compiled. The launchers run on CPU
 tensors, so that dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself is left out. Run as
 
-    python tests/support/aot.py GROUP CARD …
+    python -m tests.support.aot GROUP CARD …
 
 it writes one JSON line per card, case and compiled kernel, or what the card lacks for a case, or the compiler's error.
 The cases are the lines of tests/executor/kernels/cases.txt, which are calls of benchmarks/gpu/cases.py; `quick` has a
@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).parents[2]
 PINNED = Path(sys.prefix) / "triton"
 if PINNED.is_dir():
     sys.path.insert(0, str(PINNED))
-sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -64,9 +62,10 @@ def block_copies(kit: cases.Kit, name: str, num_bytes: int) -> Iterator[cases.Ca
 
 def read_group(group: str) -> Iterator[tuple[str, Any]]:
     """Yield the name and the call of each case of a group."""
+    beside = str(Path(__file__).parents[1] / "executor/kernels/x")
     names = vars(cases) | {"block_copies": block_copies, "partial": partial}
     for section in ("compiled: quick", "compiled: all")[: 1 if group == "quick" else 2]:
-        for build, name, *shape in refusals.cases(str(ROOT / "tests/executor/kernels/x"), section, **names):
+        for build, name, *shape in refusals.cases(beside, section, **names):
             if group != "few" or name in FEW:
                 yield name, partial(launch, name, build, shape)
 

@@ -20,10 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def printed(code: str, *arguments: object, flags: Sequence[str] = (), **environment: str) -> str:
-    """Run Python code in a fresh process, which finds the modules that this one finds; return what it prints."""
-    command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
+    """Run Python code in a fresh process; return what it prints."""
+    return printed_by(*flags, "-c", code, *map(str, arguments), timeout_s=300, **environment)
+
+
+def printed_by(*words: str, timeout_s: float, **environment: str) -> str:
+    """Run Python with these words in a fresh process, which finds the modules that this one finds; return what it prints."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -96,11 +96,17 @@ def batch_of(
 
 def as_in_a_graph(batch: ForwardBatch, num_real: int | None = None) -> ForwardBatch:
     """Return the batch as a graph has it: only the device knows its rows, of which the first `num_real` are real."""
-    counts = batch.query_starts.diff().tolist()
-    real = counts[:num_real]
+    counts, contexts = batch.query_starts.diff(), batch.context_lens
+    real, longest = counts[:num_real], int(contexts.max())
+    num_singles = int((real == 1).sum())
+    row_counts = [len(real), num_singles, len(real) - num_singles, 0]
     return replace(
         batch,
         num_single_rows=0,
-        query_lens=(sum(counts), *(0,) * (len(counts) - 1)),
-        row_counts=torch.tensor([len(real), real.count(1)], dtype=torch.int32, device=batch.query_starts.device),
+        query_lens=(int(counts.sum()), *(0,) * (len(counts) - 1)),
+        query_contexts=(longest,) * len(counts),
+        max_single_context=longest,
+        single_contexts=torch.where(counts == 1, contexts, 0),
+        row_counts=torch.tensor(row_counts, dtype=torch.int32, device=counts.device),
+        memo={},
     )

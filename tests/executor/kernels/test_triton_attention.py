@@ -3,7 +3,6 @@ delta rule and Mamba 2: padding, precision, NaN, and tokens far apart."""
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +15,6 @@ import triton.language as tl
 from benchmarks.gpu.batches import Rows, make_batch
 from benchmarks.gpu.cases import Case, Kit, attention, latents
 
-from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import KeyStore, Ops, Rotation, ScoreExtras
 from penstock.executor.kernels.cuda import expanded
 from penstock.executor.kernels.cuda.attention_ops import num_splits
@@ -42,29 +40,13 @@ def test_rows_of_padding_get_zeros_and_read_nothing(device: torch.device, window
     assert not out[1:].any()
 
 
-def in_a_graph(batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch as in a graph: only the device knows the rows, and those without a context are padding."""
-    rows, singles, contexts = len(batch.context_lens), batch.num_single_rows, batch.context_lens
-    real = int(contexts.count_nonzero())
-    return replace(
-        batch,
-        num_single_rows=0,
-        query_lens=(int(batch.query_starts[-1]), *(0,) * (rows - 1)),
-        query_contexts=(150,) * rows,
-        max_single_context=150,
-        single_contexts=torch.where(torch.arange(rows, device=contexts.device) < singles, contexts, 0),
-        row_counts=torch.tensor([real, singles, real - singles, 0], dtype=torch.int32, device=contexts.device),
-        memo={},
-    )
-
-
 @pytest.mark.parametrize("is_latent", [pytest.param(False, marks=pytest.mark.slow_in_interpreter), True])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow_in_interpreter), torch.bfloat16])
 def test_a_padded_batch_gets_what_its_rows_get(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, is_latent: bool
 ) -> None:
     """The 50 tokens of padding get zeros."""
-    monkeypatch.setattr("benchmarks.gpu.cases.make_batch", lambda *arguments: in_a_graph(make_batch(*arguments)))
+    monkeypatch.setattr("benchmarks.gpu.cases.make_batch", lambda *batch: as_in_a_graph(make_batch(*batch), 5))
     rows = [(1, 1), (1, 150), (1, 64), (5, 5), (70, 133), (50, 0), (0, 0), (0, 0)]
     kernels, kit = triton_kernels(device), Kit(device, dtype)
     if is_latent:

@@ -7,20 +7,16 @@ with `-m nightly -k quick`.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import cards
+from tests.support.programs import printed_by
 
-HERE = Path(__file__).parent
 # Two processes, each with what it compiles; some 190 kernels for each card in all, a few seconds each.
 OTHERS = ["few", "A100", "L40S", "B200", "RTX_PRO"]
 JOBS = {
@@ -36,19 +32,11 @@ Lines = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=PARTS)
 def reported(request: pytest.FixtureRequest) -> Lines:
     """Return every line that aot.py writes."""
-    jobs = JOBS[request.param]
+    jobs = [("-m", "tests.support.aot", *job) for job in JOBS[request.param]]
+    compile_job = partial(printed_by, timeout_s=3500, TRITON_CACHE_DIR=str(request.config.cache.mkdir("triton")))
     with ThreadPoolExecutor(len(jobs)) as pool:
-        lines = pool.map(partial(run, str(request.config.cache.mkdir("triton"))), jobs)
-    return [line for part in lines for line in part]
-
-
-def run(cache: str, job: list[str]) -> Lines:
-    root = HERE.parents[2]
-    environment = os.environ | {"TRITON_CACHE_DIR": cache}
-    command = [sys.executable, str(root / "tests/support/aot.py"), *job]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3500)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        texts = pool.map(lambda job: compile_job(*job), jobs)
+    return [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,6 @@ two; a graph replays exactly these.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +30,13 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support import cards
 from tests.support.checkpoints import compute_with
-from tests.support.idle_gpu import PINNED
 from tests.support.kernel_cases import triton_kernels
 from tests.support.pretended_ops import EMPTY, leaves
+from tests.support.programs import printed_by
 from tests.support.refusals import cases as read_cases
 from tests.support.refusals import hardest_rows
 from tests.support.variants import variants
 
-ROOT = Path(__file__).parents[3]
 CASES: list[tuple[str, dict[str, Any], int]] = read_cases(__file__, "launches of a layer", PLAIN=PLAIN, CODES=CODES)
 LONGEST = 512
 FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
@@ -184,11 +180,9 @@ def test_a_launch_of_another_variant_is_refused(x: torch.Tensor, arguments: tupl
 @pytest.mark.slow
 def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(request: pytest.FixtureRequest) -> None:
     """Eight launches of three variants reach an idle driver. The search is most of a launch's time on the host."""
-    script = ROOT / "tests/support/idle_gpu.py"
-    environment = os.environ | {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    *launches, counts = [json.loads(line) for line in done.stdout.splitlines()]
+    cache = str(request.config.cache.mkdir("triton"))
+    text = printed_by("-m", "tests.support.idle_gpu", timeout_s=600, TRITON_CACHE_DIR=cache)
+    *launches, counts = map(json.loads, text.splitlines())
     assert len(launches) == 8
     for launch in launches:
         assert launch["received"] == launch["sent"]
@@ -198,13 +192,8 @@ def test_a_variant_is_searched_once_and_each_launch_passes_its_arguments(request
 @pytest.mark.slow
 def test_a_start_finds_the_kernels_that_were_compiled_without_a_gpu(tmp_path: Path) -> None:
     """Through the ordinary launch; a planted difference shows that another one would be compiled."""
-    triton = str(PINNED) if PINNED.is_dir() else ""
-    search = os.pathsep.join(filter(None, (triton, os.environ["PYTHONPATH"])))
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": search}
-    for program in ("deploy/compile_kernels.py", "tests/support/idle_gpu.py"):
-        command = [sys.executable, str(ROOT / program), "qwen3-0.6b"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    for program in ("deploy.compile_kernels", "tests.support.idle_gpu"):
+        text = printed_by("-m", program, "qwen3-0.6b", timeout_s=900, TRITON_CACHE_DIR=str(tmp_path))
+    result = json.loads(text)
     assert result["loaded"] == result["variants"] > 20
     assert result["added"] == [0, 1, 1]
