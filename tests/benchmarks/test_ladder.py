@@ -29,10 +29,7 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import find_architecture
 from tests.support.refusals import cases
 
-ON_THE_MACHINE = (
-    *("torch", "triton", "numpy", "pytest", "setuptools", *machine.PACKAGES),
-    *("transformers", "huggingface-hub", "PyYAML"),  # the last two come with transformers
-)
+ON_THE_MACHINE = (*cases(__file__, "packages of a machine"), *machine.PACKAGES)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:

@@ -181,13 +181,9 @@ def test_images_run_as_a_user_of_their_own_and_end_with_a_valid_command() -> Non
 
 def test_a_container_adds_the_kernels_of_its_image_to_those_it_has(tmp_path: Path) -> None:
     image, kept = tmp_path / "opt/triton", tmp_path / "models/triton"
-    for path, text in (
-        (image / "OLD/a.json", "image"),
-        (image / "NEW/b.json", "image"),
-        (kept / "OLD/a.json", "volume"),
-    ):
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+    for folder, name in ((image, "OLD/a.json"), (image, "NEW/b.json"), (kept, "OLD/a.json")):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("image" if folder is image else "volume")
     start, penstock = (tmp_path / "opt/bin" / name for name in ("start.sh", "penstock"))
     start.parent.mkdir()
     shutil.copy(DEPLOY / start.name, start)

@@ -9,6 +9,7 @@ _NAMES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "generation", "harmon
 _ROLES = ("one_system", "developer_first")  # templates that take a system message in their own way
 _ALL = {name: (_FOLDER / f"{name}.jinja").read_text() for name in (*_NAMES, *_ROLES)}
 CHATML, LLAMA3, QWEN3, GEMMA, MISTRAL, GENERATION, HARMONY, MISTRAL_CALLS, ONE_SYSTEM, DEVELOPER_FIRST = _ALL.values()
+LINES, VARIABLES = ((_FOLDER / f"{name}.jinja").read_text() for name in ("lines", "variables"))  # of no model
 TEMPLATES = {name: _ALL[name] for name in _NAMES[:6]}
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -112,11 +112,7 @@ class StandIn:
 
     def __init__(self, http: Stub, **settings: Any) -> None:
         self.http = http
-        self.metrics = (
-            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\n'
-            'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
-            'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
-        )
+        self.metrics = "".join(cases(__file__, "metrics of an engine"))
         self.settings = settings
         self.publisher = Publisher(**settings)
         http.questions[b"/metrics"] = lambda seen, sock: whole(self.metrics.encode())

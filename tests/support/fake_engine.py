@@ -27,6 +27,7 @@ from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, TokenLogprobs, WeightsError
+from tests.support.chat_samples import LINES
 
 EOS = 256
 INFO = ModelInfo(
@@ -55,12 +56,7 @@ def byte_tokenizer(*special: str) -> Tokenizer:
 
 def line_template() -> ChatTemplate:
     """`role: content` lines, and the variables that a request may set, so that a test can see what arrived."""
-    return ChatTemplate(
-        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-        "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
-        "{% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}"
-        "{% if add_generation_prompt %}>{% endif %}"
-    )
+    return ChatTemplate(LINES)
 
 
 class FakeEngine:

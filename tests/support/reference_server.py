@@ -9,6 +9,7 @@ penstock-prove has a copy of it.
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import random
 import re
@@ -187,7 +188,8 @@ class ReferenceServer:
         while True:
             # The last token is always computed: its entry leads to the next token.
             most = len(ids) // BLOCK if self.defect == "off-by-one-block" else (len(ids) - 1) // BLOCK
-            cached = self._cached(keys[:most]) if reuses else []
+            known = itertools.takewhile(self.pool.block_of.__contains__, keys[:most])
+            cached = [self.pool.block_of[key] for key in known] if reuses else []
             if self.defect == "short-prefix-never-hits":
                 cached = cached[: len(cached) // 5 * 5]
             if self.defect == "salt-never-hits" and salt:
@@ -210,14 +212,6 @@ class ReferenceServer:
         self._num_reused += bool(cached)
         read = len(ids) - (self.defect == "off-by-one-block" and start == len(ids))
         return Prompt(ids, blocks, start, read)
-
-    def _cached(self, keys: Sequence[int]) -> list[int]:
-        found = []
-        for key in keys:
-            if key not in self.pool.block_of:
-                break
-            found.append(self.pool.block_of[key])
-        return found
 
     def state(self, prompt: Prompt, own: Sequence[int]) -> int:
         """Return the hash of all entries: those of the prompt, through its blocks, and those of generated tokens."""

@@ -28,9 +28,8 @@ RECURRENT = _configs("recurrent")  # models with recurrent layers
 CODED = _configs("coded")  # models that are stored as codes
 # Models in eight bits with a scale for each block. A rank of two has 64 rows of keys and 192 of a gate: half blocks.
 BLOCKS = _configs("blocks")
-ONE_LAYER: dict[str, dict[str, Any]] = _DATA[
-    "one layer"
-]  # fields that make a model of one layer of the kind that drafts
+# Fields that make a model of one layer of the kind that drafts.
+ONE_LAYER: dict[str, dict[str, Any]] = _DATA["one layer"]
 SEEING: dict[str, str] = _DATA["models that see"]  # the architectures of which models may be the text part
 
 
@@ -61,9 +60,8 @@ def randomize(model: Any) -> None:
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
     for name, buffer in model.named_buffers():
-        if name.endswith(
-            ("e_score_correction_bias", "expert_bias")
-        ):  # learned, though transformers keeps it as a buffer
+        # These are learned, though transformers keeps them as buffers.
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer += 0.3 * torch.randn(buffer.shape)
         elif name.endswith("layer_scalar"):
             buffer -= 0.2

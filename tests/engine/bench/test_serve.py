@@ -308,19 +308,12 @@ def test_a_stream_with_an_error_or_without_its_end_is_a_failure(events: list[Any
     assert reply_to(*events).error.partition(" (")[0] == error
 
 
-def outcomes(count: int) -> list[Outcome]:
-    rng = random.Random(0)
-    results = []
-    for _ in range(count):
+def test_totals_count_completed_requests_only() -> None:
+    rng, done = random.Random(0), list[Outcome]()
+    for _ in range(20):
         gaps = [rng.expovariate(50) for _ in range(rng.randint(0, 40))]
         ttft = rng.expovariate(10)
-        latency = ttft + sum(gaps)
-        results.append(Outcome(rng.randint(1, 100), rng.uniform(0, 5), len(gaps) + 1, ttft, latency, gaps))
-    return results
-
-
-def test_totals_count_completed_requests_only() -> None:
-    done = outcomes(20)
+        done.append(Outcome(rng.randint(1, 100), 0.0, len(gaps) + 1, ttft, ttft + sum(gaps), gaps))
     failed = [Outcome(1000, 0.0, error="HTTP 429")] * 3
     result = summarize([*done, *failed], 4.0)
     assert result["completed"] == 20 and result["failed"] == 3

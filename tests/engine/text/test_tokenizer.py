@@ -32,7 +32,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.prompts import CHAT, PromptReader, RequestFields
 from tests.support import text_samples as samples
-from tests.support.chat_samples import CALL, RESULT, TOOLS, USER
+from tests.support.chat_samples import CALL, RESULT, TOOLS, USER, VARIABLES
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 from tests.support.refusals import cases, table
 
@@ -200,11 +200,7 @@ def test_tools_that_a_template_does_not_know_are_written_as_text_as_in_a_chat(tm
 
 
 TOKENIZER = byte_tokenizer()
-TEMPLATE = ChatTemplate(
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content or '' }}{{ m.name or '' }}\n{% endfor %}"
-    "{{ tools }}{{ documents }}{{ reasoning_effort or '' }}{{ enable_thinking or '' }}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = ChatTemplate(VARIABLES)
 
 
 def service_of(template: ChatTemplate, **settings: Any) -> Service:
@@ -258,7 +254,7 @@ async def test_a_field_of_the_request_is_no_variable_of_the_template(name: str) 
 
 @pytest.mark.parametrize("parser", ["auto", "none", "llama3_json"])
 async def test_a_template_without_tools_gets_calls_as_text_for_every_parser(parser: str) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    template = ChatTemplate(LINES)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages: list[dict[str, Any]] = [HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
