@@ -94,7 +94,7 @@ def wait_until_open(rig: Rig) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ENOENT])
 def test_a_disk_that_keeps_failing_is_bypassed_and_comes_back(tmp_path: Path, error: int) -> None:
     calls = FaultyCalls()
     with open_with(tmp_path, calls) as rig:

@@ -43,7 +43,7 @@ class Transport:
             else:
                 job.reason = "" if is_usable(self._calls, self._probe_file, self._scratch.header) else SHORT
         except FileNotFoundError:
-            job.reason = CORRUPT  # somebody removed the slab
+            job.reason = CORRUPT if job.kind is LOAD else "ENOENT"  # somebody removed the slab, or the directory
         except OSError as error:
             job.reason = errno.errorcode.get(error.errno or 0, "OSError")
             if job.reason in FULL and job.kind is STORE and not self._slabs.is_backed(job.cell):
