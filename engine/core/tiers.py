@@ -125,8 +125,10 @@ class Tiers:
         """Start copying blocks of an admitted request to the device: (host block, device block) pairs by group. Return
         the number of tokens that come from each tier."""
         look_up, tokens = self._loads.take(request), Counter[str]()
-        for host_block, _ in copies[0]:  # the other groups' pages are of the same tokens
-            tokens[look_up.pins.get(host_block, "host")] += self._size
+        outside = request.kv.num_outside[0]  # blocks before the window, which count like the first one within it
+        for host_block, page in copies[0]:  # the other groups' pages are of the same tokens
+            is_first = page == request.kv.tables[0][outside]
+            tokens[look_up.pins.get(host_block, "host")] += self._size * (1 + outside * is_first)
         if request.first_scheduled_s is None:
             self.counts.update({f"hits_{store}": count for store, count in tokens.items()})
         pairs = deque(chain.from_iterable(copies))

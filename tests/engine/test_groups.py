@@ -108,7 +108,7 @@ def test_a_state_stays_in_place_and_is_sent_once() -> None:
     assert changes <= 5
 
 
-@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE), (WINDOW,)])
 def test_all_groups_come_back_from_the_host_and_an_earlier_engines_disk(groups: tuple[GroupInfo, ...]) -> None:
     prompt, store = list(range(21)), FlakyStore()
     world = World(num_blocks=40, num_host_blocks=400, store=store, groups=groups)
