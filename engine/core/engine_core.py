@@ -179,6 +179,9 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content in all tiers; return False while requests run or transfers do not end."""
         self.settle(RESET_S)
+        if not (self.scheduler.has_work() or self.pauses.asleep):
+            self.scheduler.tiers.wake()
+            self.step()  # takes the keys that peers and the disk have reported since the last step, to forget them too
         is_reset = self.scheduler.reset_prefix_cache()
         self.settle(RESET_S)  # a step tells the ranks
         return is_reset

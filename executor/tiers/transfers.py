@@ -142,8 +142,11 @@ class RankTransfers:
         for ticket, key, host in transfers.stores:
             if self._stores[DISK].put(key, memoryview(self._arena[host])):
                 self._storing[key] = ticket
-            else:  # it is already stored, or the queue is full
-                self._done.append((ticket, self._stores[DISK].contains(key)))
+                continue
+            is_stored = self._stores[DISK].contains(key)  # otherwise the queue is full
+            self._done.append((ticket, is_stored))
+            if is_stored and self._served is not None:  # after a reset, peers do not know it any more
+                self._served.note_disk((key,), ())
 
     def _poll(self) -> None:
         """Process completions of the stores, for the core or for a peer; called under the lock."""

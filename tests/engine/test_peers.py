@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from penstock.executor.tiers.transfers import RankTransfers
 from tests.support.flaky_store import FlakyStore
 from tests.support.peer_rig import free_addresses, until
-from tests.support.simulation import World, alone, submit
+from tests.support.simulation import CoreRig, World, alone, submit
 
 W = TypeVar("W", bound=World)
 PROMPT = list(range(20))  # five blocks
@@ -131,11 +131,15 @@ def test_nobody_waits_for_a_peer_that_is_gone() -> None:
         assert b.cached("later", PROMPT, peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
 
 
-def test_after_a_reset_nothing_from_before_is_given_to_peers() -> None:
-    with connected(World, {"store": FlakyStore()}, {}) as (a, b):
+def test_after_a_reset_nothing_from_before_is_given_to_or_taken_from_peers() -> None:
+    with connected(CoreRig, {"num_blocks": 17, "num_host_blocks": 8, "store": FlakyStore()}, {}) as (a, b):
         a.cached("cold", PROMPT)
+        before = [*a.disk.data]
         heard(b, 5)
-        assert a.scheduler.reset_prefix_cache()
-        a.settle()
+        assert b.core.reset_prefix_cache() and b.cached("heard before the reset", PROMPT) == 0
+        assert a.core.reset_prefix_cache() and b.core.reset_prefix_cache()
         until(lambda: len(peers_of(b)[0]) == 0, "it is all gone")
         assert b.cached("warm", PROMPT) == 0
+        a.cached("again", PROMPT)
+        a.churn()
+        until(lambda: all(map(peers_of(b)[0].contains, before)), "what is on the disk again is announced again")
