@@ -15,6 +15,7 @@ from penstock.executor.code_types import has_vectors
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import KeptCodes
 from penstock.executor.kernels.select import select_ops
+from penstock.executor.kernels.weight import Weight
 from penstock.executor.loading.arrangement import AS_LLAMA, Arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint, open_tensors
 from penstock.executor.loading.dummy import DummyWeights
@@ -30,6 +31,8 @@ from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,7 @@ def load_model(
         # Layers for multi-token prediction follow those of the model. They repeat its embeddings and its head.
         end = len(spec.layers) - spec.has_draft_layer
         ahead = range(end, end + fields.integer("num_nextn_predict_layers", 0, low=0))
-        read.check_all_read(
-            ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
-        )
+        read.check_all_read((HEAD,) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead))
     # The spec contains all settings of the config that affect the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.linear_maker.num_bytes["codes"] else []
@@ -153,8 +154,8 @@ def read_settings(
     where = str(path / "config.json" if path.is_dir() else path)
     text = text_of(checkpoint.config, where)
     is_part = text is not checkpoint.config
-    if is_part and "tie_word_embeddings" not in text and not is_dummy:
-        text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
+    if is_part and checkpoint.config.get("tie_word_embeddings") is None and not is_dummy:
+        text["tie_word_embeddings"] = True  # unless there is another head, whatever the text part says
     fields = Fields(text, where)
     name, read_spec = find_architecture(fields)
     spec = read_spec(fields)
@@ -175,7 +176,20 @@ def read_settings(
     spec = spec.for_positions(num_positions)
     if (spec.arrangement != AS_LLAMA or is_part) and not is_dummy:
         checkpoint = Arranged(checkpoint, spec.arrangement)
+    if spec.tied_head and not is_dummy and _has_other_head(checkpoint):
+        progress("tie_word_embeddings is ignored: lm_head.weight is stored and differs from the embedding")
+        spec = replace(spec, tied_head=False)
     return name, spec, fields, checkpoint
+
+
+def _has_other_head(checkpoint: Checkpoint) -> bool:
+    """Tell whether a head is stored that differs from the embedding; transformers too uses such a head."""
+    if not {HEAD, EMBEDDING} <= {*checkpoint.names()}:
+        return False
+    head, table = checkpoint.read(HEAD), checkpoint.read(EMBEDDING)
+    if isinstance(head, Weight) or isinstance(table, Weight) or head.dtype != table.dtype:
+        return True
+    return not torch.equal(head, table)
 
 
 def compute_dtype(

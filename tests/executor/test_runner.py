@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.engine.front.submit import Pooling
 from penstock.executor.models.spec import LatentSpec
-from penstock.executor.protocol import ExecutorConfig, Sampling, Step
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, WeightsError
 from penstock.executor.ranks import runner_factory
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
@@ -333,6 +334,20 @@ def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[s
     assert executor.info.fingerprint == executor_of(case).info.fingerprint
     given = prompts(2, seed=3)
     assert Driver(executor).one_by_one(16, given) == [greedy(case, prompt, 16)[0] for prompt in given]
+
+
+def test_a_stored_head_is_used_where_it_differs_from_the_embedding(tmp_path: Path) -> None:
+    """transformers then ignores that the config ties them. An update with such a head is of another model."""
+    path, prompt, tied = copied("qwen3", tmp_path / "model"), prompts(1)[0], executor_of("qwen3")
+    table = load_file(path / WEIGHTS)["model.embed_tokens.weight"]
+    edit_weights(path, {"lm_head.weight": table})
+    tied.update_weights(str(path))
+    assert executor_of(path).info.fingerprint == tied.info.fingerprint == executor_of("qwen3").info.fingerprint
+    edit_weights(path, {"lm_head.weight": table.roll(1, 0)})
+    with pytest.raises(WeightsError, match="another model: its tied_head is False"):
+        tied.update_weights(str(path))
+    driver, model = Driver(executor_of(path)), AutoModelForCausalLM.from_pretrained(path)
+    assert driver.generate(driver.admit(prompt), count=8) == [generated("another head", model, prompt, 8)[0]]
 
 
 def test_the_file_is_let_go_as_soon_as_it_is_loaded() -> None:
