@@ -33,6 +33,8 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Buffers that old versions of transformers saved; they are computed from the config.
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,7 @@ def load_model(
     num_positions = config.max_model_len or spec.max_positions
     model = Decoder(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
-        # Layers for multi-token prediction follow those of the model. They repeat its embeddings and its head.
-        end = len(spec.layers) - spec.has_draft_layer
-        ahead = range(end, end + fields.integer("num_nextn_predict_layers", 0, low=0))
-        read.check_all_read((HEAD,) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead))
+        read.check_all_read(used_names(arranged, spec, fields))
     # The spec contains all settings of the config that affect the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.linear_maker.num_bytes["codes"] else []
@@ -180,6 +179,15 @@ def read_settings(
         progress("tie_word_embeddings is ignored: lm_head.weight is stored and differs from the embedding")
         spec = replace(spec, tied_head=False)
     return name, spec, fields, checkpoint
+
+
+def used_names(checkpoint: Checkpoint, spec: DecoderSpec, fields: Fields) -> list[str]:
+    """Return the names of the tensors that are not known to be without effect."""
+    # Layers for multi-token prediction follow those of the model. They repeat its embeddings and its head.
+    end = len(spec.layers) - spec.has_draft_layer
+    ahead = range(end, end + fields.integer("num_nextn_predict_layers", 0, low=0))
+    prefixes, suffixes = tuple(f"model.layers.{index}." for index in ahead), (*BUFFERS, *[HEAD] * spec.tied_head)
+    return [name for name in checkpoint.names() if not (name.startswith(prefixes) or name.endswith(suffixes))]
 
 
 def _has_other_head(checkpoint: Checkpoint) -> bool:

@@ -5,7 +5,7 @@ and the checkpoint must not contain any other tensor.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
@@ -36,8 +36,6 @@ Split = Literal["rows", "columns"] | None
 # sections, each of which is split separately.
 Units = int | tuple[int, ...] | None
 Span = tuple[int, int]
-# Buffers that old versions of transformers saved; they are computed from the config.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,10 +77,9 @@ class CheckpointReader:
         """Check that a tensor that another rank reads exists, with its scales if it is stored in FP8."""
         self._read.add(f"{self.check(name, shape)}{SUFFIX}")
 
-    def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
-        """Raise ExecutorError if tensors are unread, except names ending in `ignored` or beginning with `prefixes`."""
-        unread = (name for name in self._names - self._read if not name.endswith((*IGNORED_SUFFIXES, *ignored)))
-        left = sorted(name for name in unread if not (name.startswith(prefixes) or self._is_empty_bias(name)))
+    def check_all_read(self, names: Collection[str]) -> None:
+        """Raise ExecutorError if some of these tensors are unread."""
+        left = sorted(name for name in names if not (name in self._read or self._is_empty_bias(name)))
         if left:
             raise ExecutorError(
                 f"{self._where}: {len(left)} tensors that the architecture does not have: "

@@ -7,7 +7,7 @@ from penstock.executor.cache_layout import plan_pages
 from penstock.executor.kernels.select import select_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.decoder import cache_needs
-from penstock.executor.models.load import choose_kv_dtype, compute_dtype, kept_codes, read_settings
+from penstock.executor.models.load import choose_kv_dtype, compute_dtype, kept_codes, read_settings, used_names
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.ranks.rank_settings import RankSettings, choose_device
@@ -23,7 +23,7 @@ def preview(config: ExecutorConfig) -> ModelInfo:
     config, device, group, meter = settings.config, settings.device, settings.group, settings.meter
     check_kv_bytes(config.kv_cache_bytes, meter)
     checkpoint = open_checkpoint(config.model, config)
-    name, spec, fields, _ = read_settings(config, checkpoint, settings.progress)
+    name, spec, fields, arranged = read_settings(config, checkpoint, settings.progress)
     kept = kept_codes(checkpoint, config, device)
     dtype = compute_dtype(config, fields, checkpoint, kept, device, settings.progress)
     ops = select_ops(device, dtype, spec.head_dim, config.batch_invariant)
@@ -32,7 +32,7 @@ def preview(config: ExecutorConfig) -> ModelInfo:
         path = Path(config.model)
         weights = sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else [path]))
     else:
-        weights = sum(math.prod(checkpoint.shape(each)) for each in checkpoint.names()) * dtype.itemsize
+        weights = sum(math.prod(arranged.shape(each)) for each in used_names(arranged, spec, fields)) * dtype.itemsize
     longest = config.max_model_len or spec.max_positions
     layout, page_bytes = plan_pages(cache_needs(spec, dtype, group), longest, config.block_size, kv_dtype.itemsize)
     use = None

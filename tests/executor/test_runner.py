@@ -20,8 +20,18 @@ from penstock.engine.front.submit import Pooling
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step, WeightsError
 from penstock.executor.ranks import runner_factory
+from penstock.executor.ranks.preview import preview
 from penstock.executor.uniproc import UniprocExecutor
-from tests.support.checkpoints import WEIGHTS, copied, edit_config, edit_weights, executor_of, prompts, refusal
+from tests.support.checkpoints import (
+    WEIGHTS,
+    config_of,
+    copied,
+    edit_config,
+    edit_weights,
+    executor_of,
+    prompts,
+    refusal,
+)
 from tests.support.driver import Driver
 from tests.support.refusals import cases, hardest_rows
 from tests.support.small_models import CASES, SEEING, folder, generated, greedy, random_model, reference
@@ -293,6 +303,7 @@ def test_layers_that_only_draft_are_left_out(case: str, name: str, tmp_path: Pat
     edit_config(path, num_nextn_predict_layers=1)
     edit_weights(path, {name: torch.ones(4)})
     assert executor_of(path).info.fingerprint == executor_of(case).info.fingerprint
+    assert preview(config_of(path)).memory == preview(config_of(case)).memory
 
 
 def test_layers_that_read_others_keys_take_no_pages() -> None:
@@ -330,8 +341,10 @@ IMAGES += [(case, ("language_model.model.", "language_model.")) for case in SEEI
 
 @pytest.mark.parametrize(("case", "prefixes"), hardest_rows(IMAGES, [IMAGES[2], IMAGES[5]]))
 def test_the_text_of_a_model_that_sees_is_the_model(case: str, prefixes: tuple[str, str], tmp_path: Path) -> None:
-    executor = executor_of(text_of_images(case, tmp_path / "model", *prefixes))
+    path = text_of_images(case, tmp_path / "model", *prefixes)
+    executor = executor_of(path)
     assert executor.info.fingerprint == executor_of(case).info.fingerprint
+    assert preview(config_of(path)).memory == preview(config_of(case)).memory
     given = prompts(2, seed=3)
     assert Driver(executor).one_by_one(16, given) == [greedy(case, prompt, 16)[0] for prompt in given]
 
