@@ -155,6 +155,8 @@ class PrefixLoads:
         room = self._max_pins - self._num_pins + len(look_up.pins) + len(look_up.loads)
         num_blocks, _, host_blocks, missing = self._walk(request, room)
         look_up.is_awaiting = self._is_awaiting(request, num_blocks)
+        ended = [host_block for host_block in look_up.pins if host_block not in host_blocks]  # they have left a window
+        self.unpin(LookUp({host_block: look_up.pins.pop(host_block) for host_block in ended}))
         self._pin_and_load(request, look_up, host_blocks, missing)
 
     def _pin_and_load(

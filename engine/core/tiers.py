@@ -113,6 +113,7 @@ class Tiers:
         self.counts: Counter[str] = Counter()
         self.pools = {"host": self.index.host}  # whose content is reported: blocks of stores pass through the host
         self.offer = self.index.offer  # queues the device block with a key for a copy to the host
+        self.num_saved_only = partial(self.index.num_saved_only, pool)  # device blocks that are free when saves end
         self.prepare, self.loading = self._loads.prepare, self._loads.loading
 
     # -- admission -----------------------------------------------------------------------------------------
@@ -175,10 +176,6 @@ class Tiers:
                     break
                 if claim is Claim.LOADING:
                     waiting.remove(request)
-
-    def num_saved_only(self) -> int:
-        """Return how many pages are held by saves alone, and are free once these have ended."""
-        return self.index.num_saved_only(self._pool)
 
     def end(self) -> Transfers | None:
         """Return what the planned step moves between the tiers."""

@@ -5,7 +5,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
+
+from penstock.executor.protocol import GroupInfo
 from penstock.executor.tiers.transfers import RankTransfers
+from tests.engine.test_groups import FULL, WINDOW
 from tests.support.flaky_store import FlakyStore
 from tests.support.peer_rig import free_addresses, until
 from tests.support.simulation import CoreRig, World, alone, submit
@@ -87,19 +91,30 @@ def test_what_a_peer_has_lost_meanwhile_is_computed() -> None:
         assert b.scheduler.stats().tiers["peer"]["failed_loads"] >= 1
 
 
-def test_a_request_waits_for_blocks_that_a_peer_is_still_computing() -> None:
-    with connected(World, {"max_num_batched_tokens": 8}, {}) as (a, b):
-        b.submit(submit("waits", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW, WINDOW)])
+def test_a_request_waits_for_blocks_that_a_peer_is_still_computing(groups: tuple[GroupInfo, ...]) -> None:
+    """It may hold 18 slots of the host. Of 40 tokens it needs 10, and at each time three of each window."""
+    shape, prompt = {"groups": groups, "num_blocks": 60}, list(range(41))
+    sizes = {"num_host_blocks": 100, "max_num_batched_tokens": 4}, {"num_host_blocks": 36}
+    with connected(World, *({**shape, **size} for size in sizes)) as (a, b):
+
+        def has_loaded() -> bool:
+            b.step()
+            return not b.tiers.index.loading
+
+        b.submit(submit("waits", prompt, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
         b.submit(submit("passes", [9, 8, 7], max_tokens=2))
         while not b.outputs["passes"] or b.last("passes").finish_reason is None:
             b.step()
         assert not b.outputs["waits"] and len(b.tiers.loading) == 1
-        a.submit(submit("computes", PROMPT, max_tokens=1))
+        a.submit(submit("computes", prompt, max_tokens=1))
         while b.scheduler.has_work():
             a.step()
+            heard(b, a.tiers.index.host.num_cached)
             b.step()
-        assert b.num_cached("waits") == 19
-        assert b.tokens("waits") == alone(submit("waits", PROMPT, max_tokens=3))[0]
+            until(has_loaded, "it is here")
+        assert b.num_cached("waits") == 40
+        assert b.tokens("waits") == alone(submit("waits", prompt, max_tokens=3), groups=groups)[0]
 
 
 def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come() -> None:
