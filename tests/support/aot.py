@@ -3,9 +3,10 @@
 This is a process of its own, because where kernels are interpreted they cannot be compiled. The launchers run on CPU
 tensors, so that dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself is left out. Run as
 
-    python -m tests.support.aot GROUP CARD …
+    python -m tests.support.aot GROUP CARD
 
-it writes one JSON line per card, case and compiled kernel, or what the card lacks for a case, or the compiler's error.
+it writes one JSON line per case and compiled kernel, or what the card lacks for a case, or the compiler's error. There is
+one card, because Triton's conversions of eight-bit numbers stay those of the first that its process compiles for.
 The cases are the lines of tests/executor/kernels/cases.txt, which are calls of benchmarks/gpu/cases.py; `quick` has a
 few, `all` has every line, and `few` is what other cards than an H200 compile in the slow suite. A case's name says what
 is special about it: "float32" and "float16", "dependent" (programs start before the previous kernel's end), "fixed"
@@ -92,8 +93,9 @@ def lacks(name: str, card: Card) -> str | None:
     return None
 
 
-def main(group: str, *names: str) -> None:
-    driver = IdleDriver()  # a card is a device of its own with its own variants
+def main(group: str, card_name: str) -> None:
+    card, driver = getattr(cards, card_name), IdleDriver()
+    driver.index, driver.capability = 0, card.capability
     triton.runtime.driver.set_active(driver)
     compiled: dict[int, tuple[str, Any]] = {}  # the kernels of one case, each once
 
@@ -105,22 +107,19 @@ def main(group: str, *names: str) -> None:
         return compile_only
 
     JITFunction.__getitem__ = compile_instead
-    for driver.index, card_name in enumerate(names):
-        card = getattr(cards, card_name)
-        driver.capability = card.capability
-        with mock.patch.object(card_module, "_WITHOUT_GPU", card):
-            for case, call in read_group(group):
-                line = {"card": card_name, "case": case}
-                if lacking := lacks(case, card):
-                    print(json.dumps(line | {"lacking": lacking}), flush=True)
-                    continue
-                compiled.clear()
-                try:
-                    call()
-                except Exception as error:
-                    print(json.dumps(line | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
-                for kernel, code in compiled.values():
-                    print(json.dumps(line | {"kernel": kernel} | describe(code)), flush=True)
+    with mock.patch.object(card_module, "_WITHOUT_GPU", card):
+        for case, call in read_group(group):
+            line = {"card": card_name, "case": case}
+            if lacking := lacks(case, card):
+                print(json.dumps(line | {"lacking": lacking}), flush=True)
+                continue
+            compiled.clear()
+            try:
+                call()
+            except Exception as error:
+                print(json.dumps(line | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
+            for kernel, code in compiled.values():
+                print(json.dumps(line | {"kernel": kernel} | describe(code)), flush=True)
 
 
 def describe(kernel: Any) -> dict[str, Any]:
