@@ -25,14 +25,12 @@ TOOLS = [{"name": name, "parameters": {"type": "object"}} for name in ("weather"
 
 
 def titles(page: Page) -> list[str]:
-    texts: list[str] = page.locator(TITLES).all_inner_texts()
-    return texts
+    return list(page.locator(TITLES).all_inner_texts())
 
 
 def kept(page: Page) -> list[dict[str, Any]]:
     keys = "Object.keys(localStorage).filter(k => k.startsWith('penstock-chat:'))"
-    conversations: list[dict[str, Any]] = page.evaluate(f"{keys}.map(k => JSON.parse(localStorage[k]))")
-    return conversations
+    return list(page.evaluate(f"{keys}.map(k => JSON.parse(localStorage[k]))"))
 
 
 def test_a_reload_shows_all_conversations_as_they_were(browser: Any) -> None:

@@ -102,17 +102,13 @@ def test_the_wheel_needs_no_package_and_finds_every_planted_defect(tmp_path: Pat
     assert without_url.returncode == 2 and "only `penstock prove` starts servers" in without_url.stderr
 
 
-def written() -> str:
+def test_every_sample_is_read_as_the_library_reads_it() -> None:
     registry = CollectorRegistry()
     Counter("tokens", "with a \\ and\na line", ["model"], registry=registry).labels('a "}model\\" \n').inc(3)
     Gauge("blocks", "", ["state"], registry=registry).labels("held").set(math.inf)
     Gauge("blocks_used", "", registry=registry).set(1.5e-7)
     Histogram("seconds", "", registry=registry).observe(0.2)
-    return generate_latest(registry).decode()
-
-
-def test_every_sample_is_read_as_the_library_reads_it() -> None:
-    text = written()
+    text = generate_latest(registry).decode()
     theirs = [(sample.name, sample.value) for each in text_string_to_metric_families(text) for sample in each.samples]
     ours = Metrics.of(text).samples
     assert [(name, value) for name, _, value in ours] == theirs and len(theirs) > 5

@@ -54,8 +54,7 @@ class Page:
     def answer(self) -> str:
         """Return the text of the last answer, once it is complete."""
         self.wait_for_selector("#talk > li:last-child [data-does=again]")
-        text: str = self.inner_text("#talk > li:last-child .text")
-        return text
+        return str(self.inner_text("#talk > li:last-child .text"))
 
     def ask(self, text: str) -> str:
         self.say(text)
@@ -70,13 +69,11 @@ class Page:
         until(lambda: self.evaluate(f"(() => {{ try {{ return {condition}; }} catch {{ return false; }} }})()"))
 
     def foot(self) -> str:
-        text: str = self.inner_text("#talk > li:last-child .counts")
-        return text
+        return str(self.inner_text("#talk > li:last-child .counts"))
 
     def turns(self) -> list[str]:
         """Return the texts of the open conversation."""
-        texts: list[str] = self.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts()
-        return texts
+        return list(self.locator("#talk > li > .prose, #talk > li > .text").all_inner_texts())
 
     def set_fields(self, **fields: str) -> None:
         """Fill in the drawer. Numbers are found by the name of their field, all else by id."""

@@ -15,14 +15,16 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
-from tests.support.pretended_ops import EMPTY, PICKING, WAITING, Op, here_name, is_kernel, leaves, replaced, written_by
+from tests.support.pretended_ops import EMPTY, PICKING, WAITING, Op, here_name, is_kernel, written_by
 from tests.support.pretended_streams import Event, Graph, Stream
 from tests.support.races import Races, cells, here, runs
 from tests.support.twins import lora, sampling, torch_inputs, torch_ops
@@ -51,7 +53,7 @@ class Tracked(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Where the mode is not active any more."""
-        tracked = next(each for each in leaves((args, kwargs)) if isinstance(each, Tracked))
+        tracked = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tracked))
         return tracked.block.pool.gpu.run(func, args, kwargs or {})
 
     @property
@@ -139,15 +141,11 @@ class PretendedGpu(TorchDispatchMode):
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[None]:
         """Do something as another thread of the host would that was woken just now, and that nothing waits for."""
-        before = self.host
         if name not in self._threads:
             self._threads[name] = self.races.actor(name)
-        self.host = self._threads[name]
-        self.races.wait(self.host, self.races.now(before))
-        try:
+        self.races.wait(self._threads[name], self.races.now(self.host))
+        with mock.patch.object(self, "host", self._threads[name]):
             yield
-        finally:
-            self.host = before
 
     def _patch(self) -> None:
         for name, value in {
@@ -189,13 +187,8 @@ class PretendedGpu(TorchDispatchMode):
         """Return whether the next operation of `stream` comes after all that `other` has done so far."""
         return bool(self.races.now(stream.actor)[other.actor] == self.races.now(other.actor)[other.actor])
 
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(self, "stream", stream)
 
     def synchronize(self) -> None:
         for actor in self.streams:
@@ -205,13 +198,9 @@ class PretendedGpu(TorchDispatchMode):
     def capture(self, graph: Graph, pool: Pool, capture_error_mode: str = "global") -> Iterator[None]:
         self.synchronize()
         self._capture_stream = self._capture_stream or Stream(self, "capturing")
-        self._graph = graph, pool
         self.graphs.append(graph)
-        try:
-            with self.on(self._capture_stream):
-                yield
-        finally:
-            self._graph = None
+        with mock.patch.object(self, "_graph", (graph, pool)), self.on(self._capture_stream):
+            yield
 
     def register(self, address: int, size: int, flags: int) -> int:
         if self.races.memory(address) is not None:
@@ -230,7 +219,7 @@ class PretendedGpu(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
         packet = func.overloadpacket
-        flat = [*leaves((args, kwargs))]
+        flat = tree_leaves((args, kwargs))
         device = next((each for each in flat if isinstance(each, torch.device)), None)
         tracked = [each for each in flat if isinstance(each, Tracked)]
         if not tracked and (device is None or device.type == "cpu"):
@@ -258,12 +247,11 @@ class PretendedGpu(TorchDispatchMode):
                 stood_in[id(plain)] = value
             return plain
 
-        op = Op(func, replaced(args, _plain), replaced(kwargs, _plain), [], [], [], here())
-        positional, named = replaced(args, stand_in), replaced(kwargs, stand_in)
+        op = Op(func, tree_map(_plain, args), tree_map(_plain, kwargs), [], [], [], here())
+        positional, named = tree_map(stand_in, args), tree_map(stand_in, kwargs)
         count = itertools.count()
-        results = replaced(
-            func(*positional, **named), lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op)
-        )
+        plain = func(*positional, **named)
+        results = tree_map(lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op), plain)
         if op.created or written or not isinstance(results, Tracked | list | tuple):  # else it is a view
             pick = PICKING.get(func.overloadpacket)
             for each in tracked:

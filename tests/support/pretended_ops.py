@@ -1,10 +1,11 @@
 """Operations of torch as the pretended GPU sees and repeats them: the tensors that each reads, writes and makes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.support.races import Place, here
 
@@ -23,27 +24,9 @@ class Op(NamedTuple):
     origin: Place
 
     def repeat(self) -> None:
-        results = [*leaves(self.func(*self.args, **self.kwargs))]
+        results = tree_leaves(self.func(*self.args, **self.kwargs))
         for index, target in self.created:
             target.copy_(results[index])
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from leaves(each)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()))
-    else:
-        yield value
-
-
-def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return [replaced(each, by) for each in value]
-    if isinstance(value, dict):
-        return {name: replaced(each, by) for name, each in value.items()}
-    return by(value)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> set[int]:

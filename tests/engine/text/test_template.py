@@ -35,8 +35,7 @@ def transformers_render() -> Callable[..., str]:
 
     def render(source: str, messages: list[Any], **options: Any) -> str:
         texts, _ = utils.render_jinja_template([messages], chat_template=source, **SPECIAL, **options)
-        text: str = texts[0]
-        return text
+        return str(texts[0])
 
     return render
 

@@ -21,6 +21,7 @@ from benchmarks.gpu.batches import make_batch
 from benchmarks.gpu.shapes import config_of
 from benchmarks.gpu.switch_part import CODES, FP8, PLAIN, comparisons, switched
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor.kernels.cuda import tiles
@@ -31,7 +32,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.support import cards
 from tests.support.checkpoints import compute_with
 from tests.support.kernel_cases import triton_kernels
-from tests.support.pretended_ops import EMPTY, leaves
+from tests.support.pretended_ops import EMPTY
 from tests.support.programs import printed_by
 from tests.support.refusals import cases as read_cases
 from tests.support.refusals import hardest_rows
@@ -81,7 +82,7 @@ def _computes(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [each for each in leaves(value) if isinstance(each, torch.Tensor)]
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 @pytest.mark.parametrize(("name", "options", "most"), hardest_rows(CASES, CASES[-1:]))
