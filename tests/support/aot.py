@@ -32,25 +32,19 @@ if PINNED.is_dir():
 import torch  # noqa: E402
 import triton  # noqa: E402
 from benchmarks.gpu import cases  # noqa: E402
+from benchmarks.gpu.switch_part import switched  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from penstock.executor.kernels import card as card_module  # noqa: E402
 from penstock.executor.kernels.card import Card  # noqa: E402
-from penstock.executor.kernels.cuda import (  # noqa: E402
-    adapter_products,
-    expert_products,
-    few_rows,
-    linear_products,
-    rows,
-    step_inputs,
-)
-from penstock.executor.kernels.cuda import launch as launching  # noqa: E402
+from penstock.executor.kernels.cuda import adapter_products, rows, step_inputs  # noqa: E402
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS, InvariantOps  # noqa: E402
 from tests.support import cards, refusals  # noqa: E402
 from tests.support.idle_gpu import IdleDriver  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 FEW = {"Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows", "Qwen3-0.6B: adapters"}
+SWITCHES: dict[str, str] = dict(refusals.cases(__file__, "switches of kernels"))  # by words in the name of a case
 KERNELS = cases.Kernels(OPS, SAMPLING_OPS, step_inputs, adapter_products.add_lora, is_held=False)
 
 
@@ -74,12 +68,7 @@ def read_group(group: str) -> Iterator[tuple[str, Any]]:
 def launch(name: str, build: Any, shape: list[Any]) -> None:
     dtype = torch.float32 if "float32" in name else torch.float16 if "float16" in name else torch.bfloat16
     kernels = KERNELS._replace(ops=InvariantOps(rows)) if "fixed" in name else KERNELS
-    has_any = mock.patch.object(few_rows, "EVERY_SIZE", "every size" in name)
-    has_codes = mock.patch.object(few_rows, "TAKES_CODES", "few rows by codes" in name)
-    by_rows = mock.patch.object(linear_products, "MULTIPLIES_BY_ROW_SCALES", "by row scales" in name)
-    by_groups = mock.patch.object(expert_products, "USES_GROUPED_MM", "grouped" in name)
-    is_early = mock.patch.object(launching, "USES_DEPENDENT_LAUNCH", "dependent" in name)
-    with has_any, has_codes, by_rows, by_groups, is_early:
+    with switched({switch: words in name for switch, words in SWITCHES.items()}):
         for case in build(cases.Kit(torch.device("cpu"), dtype, layers=4, is_empty=True), name, *shape):
             case.call(kernels)
 

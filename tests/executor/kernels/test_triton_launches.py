@@ -89,12 +89,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def test_a_layer_of_a_decoding_step_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, options: dict[str, Any], most: int
 ) -> None:
-    for option, value in options.items():
-        monkeypatch.setattr(f"penstock.executor.kernels.cuda.{option}", value)
     compute_with(monkeypatch, OPS)
     name, _, is_quantized = name.partition(" ")
     config = config_of(name, True) | (FP8 | FP8_SIZES if is_quantized else {})
-    counts = [count(tmp_path, config | {"num_hidden_layers": layers}) for layers in (2, 3)]
+    with switched(options):
+        counts = [count(tmp_path, config | {"num_hidden_layers": layers}) for layers in (2, 3)]
     layer = counts[1] - counts[0]
     assert layer.total() == most, layer
 
@@ -111,13 +110,11 @@ def test_switches_that_a_gpu_compares_are_off() -> None:
     ("options", "build", "shape", "expected"), read_cases(__file__, "launches", cases=cases, partial=partial)
 )
 def test_a_call_has_no_more_launches_than_it_needs(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], build: Any, shape: tuple[Any, ...], expected: str
+    options: dict[str, Any], build: Any, shape: tuple[Any, ...], expected: str
 ) -> None:
-    for option, value in options.items():
-        monkeypatch.setattr(f"penstock.executor.kernels.cuda.{option}", value)
     kit = cases.Kit(torch.device("cpu"), torch.bfloat16, is_empty=True)
     case, *_ = build(kit, "", *shape)
-    with launches() as names:
+    with switched(options), launches() as names:
         case.call(triton_kernels(kit.device))
     assert names == expected.split()
 
