@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFValueType
 
 from tests.support.coded import FILE_TYPES, packed
 from tests.support.small_models import random_model, reference
@@ -59,18 +59,9 @@ def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str
     """Write a file. Tensors are (values or packed rows, type name)."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
-        if value is None:
-            continue
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_array(key, value)
+        if value not in (None, "", []):
+            kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()

@@ -52,12 +52,8 @@ def _pick_each(offsets: torch.Tensor, indices: list[torch.Tensor | None], *_: An
 
 # These operations read or write the picked elements of their first argument.
 PICKING: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.index_select: _pick_rows,
-    aten.index_copy_: _pick_rows,
-    aten.index_add_: _pick_rows,
-    aten.index_fill_: _pick_rows,
-    aten.index: _pick_each,
-    aten.index_put_: _pick_each,
+    **dict.fromkeys((aten.index_select, aten.index_copy_, aten.index_add_, aten.index_fill_), _pick_rows),
+    **dict.fromkeys((aten.index, aten.index_put_), _pick_each),
     aten.gather: lambda offsets, dim, index, *_: offsets.gather(dim, index),
 }
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
