@@ -22,7 +22,7 @@ from penstock.router.placement.placement import Placement, ReplicaInfo
 log = logging.getLogger("penstock.router")
 
 RESERVE = 10  # retries that are allowed before the first request
-EXCLUDED_FOR_FAILURES = frozenset[State]({"suspect", "ejected"})
+EXCLUDED_FOR_FAILURES = frozenset[State]({"suspect", "ejected", "trial"})
 
 
 class ReplicaGroup:
@@ -225,14 +225,17 @@ class Fleet:
             }
 
     def _excluded(self, group: ReplicaGroup) -> set[Replica]:
-        """Return the failing replicas to exclude: ejected ones first, at most `max_ejected_share` of the group."""
+        """Return the failing replicas to exclude, or to hold to one request on trial: ejected ones first, at most
+        `max_ejected_share` of the group."""
         room = int(len(group.replicas) * self.config.timeouts.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in EXCLUDED_FOR_FAILURES]
         out.sort(key=lambda each: (each.state != "ejected", each.url))
         return set(out[:room])
 
     def _is_full(self, replica: Replica) -> bool:
-        return replica.num_in_flight >= (1 if replica.state == "trial" else self.config.max_requests)
+        group = self.group_with(replica) if replica.state == "trial" else None
+        is_held_back = group is not None and replica in self._excluded(group)
+        return replica.num_in_flight >= (1 if is_held_back else self.config.max_requests)
 
     def _index_names(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
@@ -249,6 +252,7 @@ class Fleet:
         group = self.group_with(replica)
         if group is not None and group.replicas.pop(replica.url, None) is not None:
             group.placement.remove_replica(replica.url)
+            self.update_availability(group.replicas.values())  # of a smaller group fewer are excluded
             if not group.replicas:
                 del self._groups_beside(replica)[group.root]
         replica.root, replica.models = None, ()

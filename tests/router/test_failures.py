@@ -252,6 +252,17 @@ def test_a_replica_that_answers_with_errors_is_ejected_until_a_trial_succeeds() 
         until(lambda: router.state(bad.url) == "up")
 
 
+def test_a_replica_that_the_others_cannot_replace_takes_all_requests_on_trial() -> None:
+    with stub_fleet(sick) as (router, (only,)):
+        assert [router.complete().status_code for _ in range(FAILURES_TO_EJECT)] == [500] * FAILURES_TO_EJECT
+        only.answer = hold = Hold()
+        until(lambda: router.states() == ["trial"])
+        with clients(router.port, *2 * [post()]) as socks:
+            until(lambda: len(only.seen) == FAILURES_TO_EJECT + 2)
+            hold.go.set()
+            assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
+
+
 def test_at_most_half_of_the_replicas_are_ejected() -> None:
     with stub_fleet(*4 * [sick]) as (router, _):
         for _ in range(100):

@@ -134,6 +134,21 @@ def test_the_late_answer_of_a_removed_replica_does_not_replace_its_successor() -
     fleet.check()
 
 
+def test_a_failing_replica_is_used_again_when_the_others_are_removed() -> None:
+    fleet = Fleet(RouterConfig(), lambda _replica: None)
+    failing, other = (fleet.add(Backend(f"http://127.0.0.1:{port}")) for port in (1, 2))
+    for replica in (failing, other):
+        fleet.assign_group(replica, "m", ("m",), ReplicaInfo())
+        with fleet.observing(replica):
+            replica.probe_passed(0.0)
+    with fleet.observing(failing):
+        failing.connection_broke("reset", 0.0)
+    placement = fleet.group_of("m").placement
+    assert placement.choose(None, num_tokens=1, exclude=frozenset({other.url})) is None
+    fleet.detach(other)
+    assert placement.choose(None, num_tokens=1) is not None
+
+
 def test_a_replica_with_an_impossible_block_size_harms_no_other() -> None:
     with stub() as good, stub() as bad:
         bad.models = b'{"data": [{"id": "m", "fingerprint": "ab", "block_size": 0}]}'
