@@ -199,8 +199,10 @@ class RouterApp:
     async def _holder_of(self, response_id: str, model: str | None, request: ClientRequest) -> Replica | None:
         """Ask the replicas which of them stores the response; None if none of them does. Raise HttpError if that is not known,
         because a client takes a 404 for the end of the response."""
-        groups = self.fleet.groups.values() if model is None else (self.fleet.group_of(model),)
+        is_open = model is None and self.fleet.groups  # without any group, `group_of` raises a 503
+        groups = self.fleet.groups.values() if is_open else (self.fleet.group_of(model),)
         replicas = [each for group in groups for each in group.replicas.values()]
+        replicas += [each for each in self.fleet.replicas.values() if each.root is None and each.peer is None]
         if len(replicas) == 1:
             return replicas[0]
         if not ID.fullmatch(response_id):
@@ -214,7 +216,7 @@ class RouterApp:
             except (ConnectFailed, TimeoutError):
                 return 0
 
-        candidates = [each for each in replicas if not each.is_down]
+        candidates = [each for each in replicas if each.root is not None and not each.is_down]
         statuses = await asyncio.gather(*map(ask, candidates))
         for status in (200, 401, 403):  # a replica that refuses the key says so itself
             if status in statuses:

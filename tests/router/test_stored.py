@@ -19,13 +19,16 @@ STORED = b"/v1/responses/resp_1"
 
 
 @contextlib.contextmanager
-def two(first_model: str = "m", second_model: str = "m") -> Iterator[tuple[Stub, Stub, RunningRouter]]:
-    """Yield two replicas, of which the second stores the response, and a router before them."""
+def two(
+    first_model: str = "m", second_model: str = "m", num_ready: int = 2
+) -> Iterator[tuple[Stub, Stub, RunningRouter]]:
+    """Yield two replicas, of which the second stores the response, and a router before them. The first ones are ready."""
     with stub() as first, stub() as second:
         for backend, name in ((first, first_model), (second, second_model)):
             backend.models = json.dumps({"data": [{"id": name}]}).encode()
         second.questions[STORED] = lambda _seen, _sock: whole(b'{"id": "resp_1"}')
-        with running_router(first.url, second.url, policy="round-robin") as router:
+        first.is_ready, second.is_ready = num_ready > 0, num_ready > 1
+        with running_router(first.url, second.url, policy="round-robin", wait_for=num_ready) as router:
             yield first, second, router
 
 
@@ -76,6 +79,13 @@ def test_an_unavailable_replicas_response_is_not_lost(fault: str, expected: int,
             assert answer.headers["retry-after"] == "1"
             assert fault == "draining" or "of 2 replicas" in answer.json()["error"]["message"]
         assert not first.seen
+
+
+@pytest.mark.parametrize("num_ready", [0, 1])
+def test_a_response_may_be_at_a_replica_that_was_not_reached_yet(num_ready: int) -> None:
+    with two(num_ready=num_ready) as (_, _, router):
+        answer = router.http.get("/v1/responses/resp_1")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
