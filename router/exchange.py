@@ -351,7 +351,9 @@ class Exchange:
 
     def _replica_transport(self) -> asyncio.Transport | None:
         upstream = None if self.leg is None else self.leg.upstream
-        return None if upstream is None or upstream.transport.is_closing() else upstream.transport
+        if upstream is None or upstream.sink is not self or upstream.transport.is_closing():
+            return None  # the answer may be complete, and the connection in the pool, before all of it is written
+        return upstream.transport
 
     def client_gone(self) -> None:
         """End the exchange. The replica sees its connection close and aborts the request."""
