@@ -25,11 +25,12 @@ async def tokenizes_alike(replica: Replica, prompts: PromptReader, timeout_s: fl
     """Return whether the replica makes our tokens of a prompt and of a chat; None if it has no `/tokenize`."""
     messages = [{"role": "user", "content": SAMPLE}]
     is_same: list[bool] = []
+    model = next(iter(replica.models), None)  # it has none any more if it was removed meanwhile
     for path, fields in ((COMPLETIONS, {"prompt": SAMPLE}), (CHAT, {"messages": messages})):
-        body = msgspec.json.encode({"model": replica.models[0], **fields})
+        body = msgspec.json.encode({"model": model, **fields})
         parsed = msgspec.json.decode(body, type=RequestFields)
         ours = await asyncio.to_thread(prompts.ids, path, body, parsed, split_object(body), is_ours=False)
-        with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError):
+        with contextlib.suppress(ConnectFailed, TimeoutError, msgspec.MsgspecError, OverflowError, RecursionError):
             status, answer = await fetch(replica.pool, "/tokenize", replica.key_line, timeout_s, body)
             if status == 200 and ours is not None:
                 is_same.append(array("i", msgspec.json.decode(answer, type=_Tokens).tokens).tobytes() == ours[0])

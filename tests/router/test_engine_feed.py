@@ -20,7 +20,7 @@ from tests.support.engine_publisher import StandIn, batch, names_of, removed, st
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import stub, whole
+from tests.support.router_stub import Hold, stub, whole
 
 TEXT = "a long beginning " * 12
 IDS = byte_tokenizer().encode(TEXT)
@@ -141,6 +141,20 @@ def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_remo
         if not is_removed:
             until(feeds._by_url[url].done)
             assert router.view(url)["events"] is None
+
+
+def test_an_engine_that_is_removed_while_its_tokens_are_compared_is_not_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = Hold(whole(b'{"tokens": [1]}'))
+    with stub() as other, stub(asked) as engine, running_router(other.url, tokenizes=True) as router:
+        router.call(lambda: router.app.apply("POST", Backend.of(f"{engine.url},events=5557")))
+        assert asked.is_asked.wait(60)
+        feed = router.router.feeds._by_url[engine.url]
+        router.call(lambda: router.app.apply("DELETE", Backend.of(engine.url)))
+        until(lambda: list(router.fleet.replicas) == [other.url])
+        until(feed.done)
+    assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_connections_made_again_and_again_leave_no_file_open() -> None:
