@@ -244,6 +244,8 @@ class Fleet:
             group.adapters = {name: key for each in group.replicas.values() for name, key in each.adapters.items()}
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
+            if group.prefills is not None and not {*group.names} <= {*group.prefills.names}:
+                group.prefills.is_mixed = True  # a prompt for another name is computed where it is answered
 
     def _groups_beside(self, replica: Replica) -> dict[str, ReplicaGroup]:
         return self.groups if replica.peer is None else self.prefills

@@ -265,6 +265,14 @@ def test_replicas_that_compute_prompts_come_and_go() -> None:
         assert "kv_transfer_params" not in fields(decode.seen[-1]) and len(prefill.seen) == 1
 
 
+def test_a_prompt_for_a_name_that_no_prefill_replica_serves_is_computed_where_it_is_answered() -> None:
+    with stub() as decode, stub() as prefill:
+        decode.models = b'{"data": [{"id": "m"}, {"id": "sql", "root": "m", "parent": "m"}]}'
+        with running_router(decode.url, f"{prefill.url},prefill={PEER}") as router:
+            assert router.complete(LONG, model="sql").status_code == 200
+    assert not prefill.seen and len(decode.seen) == 1
+
+
 def test_a_prefill_replica_answers_no_client() -> None:
     with stub() as prefill, running_router(f"{prefill.url},prefill={PEER}") as router:
         assert router.complete("short").status_code == 503
