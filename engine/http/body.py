@@ -60,6 +60,8 @@ def decode(kind: type[T], source: bytes | msgspec.Raw, field: str = "") -> T:
     except msgspec.DecodeError as error:
         reason = _lone_surrogate(bytes(source)) or str(error)
         raise HttpError(400, f"{field or 'the body'} is not valid JSON: {reason}", param=field or None) from None
+    except UnicodeDecodeError:
+        raise HttpError(400, f"{field or 'the body'} is not valid UTF-8", param=field or None) from None
     except RecursionError:
         raise HttpError(400, f"{field or 'the body'} is nested too deeply", param=field or None) from None
 

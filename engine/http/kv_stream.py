@@ -107,7 +107,7 @@ class FrameReader:
     def _decode(self, body: bytes) -> Frame:
         try:
             frame: Frame = self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StreamError(f"frame: {error}") from None
         runs = (frame.keys,) if isinstance(frame, Snapshot) else ()
         for keys in (frame.stored, frame.removed) if isinstance(frame, Changes) else runs:

@@ -77,7 +77,7 @@ class Probe:
             is_due = self._num_probes % PROBES_PER_LIST == 0
             if status == 200 and replica.state != "removing" and (replica.root is None or not replica.is_up or is_due):
                 await self._update_models()
-        except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+        except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             if isinstance(error, ConnectFailed) and error.is_local:
                 log.warning("%s could not be probed, because the router lacks resources: %s", replica.url, error)
                 return

@@ -82,7 +82,7 @@ def events_of(payload: bytes) -> list[Event]:
         batch = msgspec.msgpack.decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
         return [event for each in events if (event := _event(each)) is not None]
-    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise BadEvents(f"a batch of cache events: {str(error)[:120]}") from None
 
 
