@@ -56,6 +56,7 @@ class Exchange:
 
     _group: ReplicaGroup
     _prepared: PreparedRequest  # until the first byte
+    _only: Replica | None
 
     def __init__(
         self,
@@ -94,8 +95,7 @@ class Exchange:
     def start(self, group: ReplicaGroup, prepared: PreparedRequest, only: Replica | None = None) -> None:
         """Send the request to a replica of the group. `only`: the one replica that stores the response that it names."""
         self._group, self._prepared, self.model = group, prepared, prepared.parsed.model or group.root
-        if only is not None:
-            self._tried = frozenset(group.replicas) - {only.url}
+        self._only = only
         self._fleet.budget.deposit(self._fleet.num_in_flight)
         self._next()
 
@@ -124,6 +124,8 @@ class Exchange:
     def _next(self) -> None:
         group, prepared = self._group, self._prepared
         model = prepared.parsed.model
+        if self._only is not None:  # also none that has joined meanwhile
+            self._tried |= group.replicas.keys() - {self._only.url}
         charge = group.placement.choose(
             prepared.prompt,
             num_tokens=prepared.num_tokens,

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from penstock.engine.http.auth import OWNER_HEADER, Keys
+from penstock.router.backend import Backend
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.refusals import cases
 from tests.support.router_fleet import RunningRouter, running_router, until
@@ -151,6 +152,17 @@ def test_a_request_that_may_have_been_stored_does_not_move() -> None:
         router.refuse(url)
         assert status(read_all(sock)) == 502
         assert len(first.seen) + len(second.seen) == 1
+
+
+def test_a_request_for_a_stored_response_does_not_go_to_a_replica_that_joins_meanwhile() -> None:
+    with two() as (_, holder, router), stub() as new, connect(router.port) as sock:
+        holder.answer = hold = Hold(answer=None)
+        sock.sendall(post(b'{"store":false,"previous_response_id":"resp_1"}').replace(b"completions", b"responses"))
+        assert hold.is_asked.wait(60)
+        router.call(lambda: router.app.apply("POST", Backend.of(new.url)))
+        until(lambda: router.state(new.url) == "up")
+        hold.go.set()
+        assert status(read_all(sock)) == 502 and not new.seen
 
 
 def test_a_request_that_is_stored_gets_a_new_connection() -> None:
