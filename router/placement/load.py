@@ -253,6 +253,7 @@ class Charge:
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
         self.placed_s = now_s
+        self.answered_s: float | None = None  # when the first token came, if that is known
         load.totals.decisions_total += 1
         load.add(self)
 
@@ -296,7 +297,8 @@ class Charge:
 
     def streamed(self, num_tokens: int) -> None:
         """Record the end of a streamed answer of `num_tokens` tokens."""
-        self._load.learn_delay(num_tokens - 1, self._load.clock() - self.answered_s)
+        if self.answered_s is not None:
+            self._load.learn_delay(num_tokens - 1, self._load.clock() - self.answered_s)
 
     def release(self, ok: bool = True) -> None:
         if self.is_released:

@@ -71,6 +71,11 @@ def test_the_cost_of_an_answer_in_flight_is_learned_from_streams() -> None:
         one.release()
         other.release()
 
+    early = placement.choose(None, num_tokens=10, exclude=frozenset({"r1"}))
+    assert early is not None
+    early.answered()  # its first token came later, at an unknown time
+    early.streamed(9)
+    early.release()
     for number in range(40):
         stream(5.0 if number % 10 == 9 else 0.05)  # now and then a client reads slowly
     delay = placement.loads.delay
