@@ -20,7 +20,7 @@ from tests.support.engine_publisher import StandIn, batch, names_of, removed, st
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.refusals import cases
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Hold, stub, whole
+from tests.support.router_stub import Answer, Hold, ok, stub, whole
 
 TEXT = "a long beginning " * 12
 IDS = byte_tokenizer().encode(TEXT)
@@ -127,34 +127,23 @@ def test_when_the_batches_are_numbered_anew_no_older_block_is_believed(has_repla
         know(2)
 
 
-@pytest.mark.parametrize("is_removed", [True, False])
-def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(is_removed: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "is_removed"), [(ok, True), (lambda seen, sock: whole(b'{"tokens": [1]}'), False), (Hold(), True)]
+)
+def test_an_engine_that_is_removed_or_makes_other_tokens_is_not_followed(answer: Answer, is_removed: bool) -> None:
+    """It is removed while it is followed, or while it is asked for the tokens of a text."""
     with followed() as (router, engine, _):
         feeds, url = router.router.feeds, engine.http.url
         feed = feeds._by_url[url]
+        if answer is not ok:
+            engine.http.answer, engine.http.models = answer, b'{"data": [{"id": "another"}]}'
+            until(feed.done)
+        if isinstance(answer, Hold):
+            assert answer.is_asked.wait(60)
         if is_removed:
             router.call(lambda: router.app.apply("DELETE", Backend.of(url)))
-        else:
-            engine.http.answer = lambda seen, sock: whole(b'{"tokens": [1]}')
-            engine.http.models = b'{"data": [{"id": "another"}]}'
-        until(feed.done)
-        if not is_removed:
-            until(feeds._by_url[url].done)
-            assert router.view(url)["events"] is None
-
-
-def test_an_engine_that_is_removed_while_its_tokens_are_compared_is_not_followed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    asked = Hold(whole(b'{"tokens": [1]}'))
-    with stub() as other, stub(asked) as engine, running_router(other.url, tokenizes=True) as router:
-        router.call(lambda: router.app.apply("POST", Backend.of(f"{engine.url},events=5557")))
-        assert asked.is_asked.wait(60)
-        feed = router.router.feeds._by_url[engine.url]
-        router.call(lambda: router.app.apply("DELETE", Backend.of(engine.url)))
-        until(lambda: list(router.fleet.replicas) == [other.url])
-        until(feed.done)
-    assert not any(record.exc_info for record in caplog.records)
+        until(lambda: feeds._by_url[url].done())
+        assert is_removed or router.view(url)["events"] is None
 
 
 async def test_connections_made_again_and_again_leave_no_file_open() -> None:

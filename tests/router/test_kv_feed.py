@@ -20,7 +20,7 @@ from penstock.engine.server.server_config import KvEventsConfig
 from penstock.router.fleet import kv_feed
 from penstock.router.http.upstream import ConnectFailed, Dechunker, Pool
 from tests.support.fake_engine import INFO
-from tests.support.refusals import hardest
+from tests.support.refusals import cases, hardest
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import STREAM, Hold, Seen, stub
 from tests.support.running_server import comes_true
@@ -195,10 +195,7 @@ def test_messages_have_the_layout_of_vllm(tmp_path: Path) -> None:
         assert all(isinstance(each, int) and each < 2**64 for each in event["block_hashes"])
 
 
-def test_the_configuration_of_events_is_vllms() -> None:
-    endpoints = '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
-    text = f'{{"enable_kv_cache_events": true, "publisher": "zmq", {endpoints}}}'
+@pytest.mark.parametrize(("text", "expected"), cases(__file__, "configurations of events"))
+def test_the_configuration_of_events_is_vllms(text: str, expected: tuple[object, ...]) -> None:
     config = msgspec.json.decode(text, type=KvEventsConfig)
-    assert config.is_on and (config.endpoint, config.replay_endpoint) == ("tcp://*:5557", "tcp://*:5558")
-    off = '{"publisher": "null", "enable_kv_cache_events": true}'
-    assert not msgspec.json.decode(off, type=KvEventsConfig).is_on
+    assert (config.is_on, config.endpoint, config.replay_endpoint)[: len(expected)] == expected

@@ -215,25 +215,18 @@ def test_each_kind_of_failure_has_its_answer(
             assert not prefill.is_asked.is_set() or prefill.is_left.wait(60)
 
 
-def test_a_client_that_leaves_ends_both_legs() -> None:
+@pytest.mark.parametrize("is_down", [False, True])
+def test_a_client_that_leaves_or_a_prefill_replica_that_goes_down_ends_both_legs(is_down: bool) -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer, decode.answer = computing, answering = Hold(), Hold()
-        with clients(router.port, REQUEST):
-            assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
-        assert computing.is_left.wait(60) and answering.is_left.wait(60)
-
-
-def test_a_prefill_replica_that_goes_down_is_not_waited_for() -> None:
-    with split_fleet() as ((prefill,), (decode,), router):
-        prefill.answer = computing = Hold()
-        decode.answer = answering = Hold()
         with clients(router.port, REQUEST) as (sock,):
             assert computing.is_asked.wait(60) and answering.is_asked.wait(60)
-            decode.answer = lambda seen, sock: whole(b'{"well":1}')
-            router.refuse(prefill.url)
-            assert sock.recv(4096).endswith(b'{"well":1}')
+            if is_down:
+                decode.answer = lambda seen, sock: whole(b'{"well":1}')
+                router.refuse(prefill.url)
+                assert sock.recv(4096).endswith(b'{"well":1}')
+                assert "kv_transfer_params" not in fields(decode.seen[-1])
         assert computing.is_left.wait(60) and answering.is_left.wait(60)
-        assert "kv_transfer_params" not in fields(decode.seen[-1])
 
 
 def test_clients_do_not_choose_the_peer() -> None:
