@@ -35,10 +35,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:
-    """Open the checkpoint in a folder or in a .gguf file. A folder's weight files are opened when first needed.
-
-    The config's `hf_overrides` replace fields of the model's own configuration.
-    """
+    """Open the checkpoint in a folder or in a .gguf file. A folder's weight files are opened when first needed."""
     path, overrides = Path(path), {} if config is None else config.hf_overrides
     if path.is_dir():
         return _open_folder(path, overrides)
@@ -47,7 +44,7 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> C
     if path.suffix != ".gguf":
         raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")
     checkpoint = GgufCheckpoint(path)
-    checkpoint.config |= overrides
+    _override(checkpoint.config, overrides)
     return checkpoint
 
 
@@ -65,8 +62,26 @@ def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     config = read_json(path / "config.json")  # its `auto_map` is ignored
     if config.get("quantization_config") is None and (old := old_config(path)) is not None:
         config["quantization_config"] = old
-    config |= overrides
+    _override(config, overrides)
     where = str(path / "config.json")
     schemes = read_schemes(config, where)
     folder = SafetensorsFolder(path, config)
     return PackedCheckpoint(folder, schemes, where) if schemes else folder
+
+
+def _override(config: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Replace fields of config.json, also in its text part. RoPE settings in the form of transformers 4 replace those in
+    that of transformers 5, and vice versa. The base and the rotated part stay unless they are given too."""
+    text, own = config.get("text_config"), overrides.get("text_config", {})
+    if isinstance(text, dict) and isinstance(own, dict):
+        _override(text, overrides | own)
+        overrides = overrides | {"text_config": text}
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and not overrides.keys().isdisjoint(("rope_parameters", "rope_scaling", "rope_theta")):
+        is_nested = isinstance(rope.get("full_attention"), dict)
+        scaling = rope.pop("full_attention") if is_nested else config.pop("rope_parameters")
+        kept = ("rope_theta",) if is_nested else ("rope_theta", "partial_rotary_factor")
+        config |= {"rope_scaling": scaling, **{name: scaling.pop(name) for name in kept if name in scaling}}
+    if "rope_parameters" in overrides:
+        config.pop("rope_scaling", None)
+    config |= overrides

@@ -41,7 +41,7 @@ from tests.support.driver import Driver
 from tests.support.gguf_files import small_file
 from tests.support.programs import printed
 from tests.support.refusals import cases, table
-from tests.support.small_models import folder, reference
+from tests.support.small_models import SEEING, folder, reference
 from tests.support.stored_models import stored
 
 
@@ -223,6 +223,21 @@ def test_options_that_a_model_or_the_machine_cannot_meet_are_refused(
 ) -> None:
     message = refusal(folder(case), **options)
     assert has_words(message, words), message
+
+
+@pytest.mark.parametrize(("case", "written", "overrides", "meant"), cases(__file__, "overrides"))
+def test_overrides_mean_the_same_in_each_form_of_a_config(
+    case: str, written: dict[str, Any], overrides: dict[str, Any], meant: dict[str, Any], tmp_path: Path
+) -> None:
+    """RoPE as transformers 4 or 5 writes it, and the text part of a model that sees."""
+    found = []
+    for name, changes, given in (("overridden", {}, overrides), ("changed", meant, {})):
+        edit_config(path := copied(case, tmp_path / name), **written | changes)
+        if case in SEEING:
+            text = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps({"architectures": [SEEING[case]], "text_config": text}))
+        found.append(load(path, load_format="dummy", hf_overrides=given).fingerprint)
+    assert found[0] == found[1]
 
 
 def logits(model: Any) -> torch.Tensor:
