@@ -120,10 +120,6 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
 
-    def is_null(self, name: str) -> bool:
-        """Return whether the config says null, where an absent field has another meaning."""
-        return self._values.get(self._prefix + name, MISSING) is None
-
     def only(self, name: str, *allowed: object, default: object = None) -> None:
         """Raise ExecutorError unless the field has an allowed value: an unsupported feature must not be ignored."""
         value = self._find(name)

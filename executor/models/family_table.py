@@ -61,7 +61,7 @@ class ModelFamily(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def completed(self, fields: Fields) -> Fields:
         """Return the config with the family's defaults, and raise ExecutorError for values that are not supported."""
-        others = {name: value for name, value in self.defaults_unless_null.items() if not fields.is_null(name)}
+        others = {name: value for name, value in self.defaults_unless_null.items() if name not in fields.names()}
         own = fields.with_defaults(**self.defaults, **others)
         own.check(self.allowed)
         return own

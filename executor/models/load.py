@@ -88,11 +88,8 @@ def _difference(name: str, old: Any, new: Any) -> str:
     if is_dataclass(old) and type(old) is type(new):
         different = [field.name for field in fields_of(old) if getattr(old, field.name) != getattr(new, field.name)]
         return _difference(different[0], getattr(old, different[0]), getattr(new, different[0]))
-    return f"its {name} is {clip(str(new))}, and that of the one that serves {clip(str(old))}"
-
-
-def clip(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}…"
+    ours, theirs = (text if len(text) <= 100 else f"{text[:100]}…" for text in (str(old), str(new)))
+    return f"its {name} is {theirs}, and that of the one that serves {ours}"
 
 
 def load_model(
@@ -159,10 +156,7 @@ def read_settings(
     name, read_spec = find_architecture(fields)
     spec = read_spec(fields)
     if all(layer.recurrent for layer in spec.layers):
-        raise ExecutorError(
-            f"{where}: layer_types (or hybrid_override_pattern): {len(spec.layers)} recurrent layers found; "
-            "at least one with attention is expected"
-        )
+        raise fields.error("layer_types (or hybrid_override_pattern)", "recurrent layers alone", "one with attention")
     if config.draft_tokens:
         spec = with_draft_layer(spec, fields, None if is_dummy else checkpoint.names())
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
@@ -213,8 +207,7 @@ def compute_dtype(
     if kept == "all" and (is_gguf or isinstance(checkpoint, PackedCheckpoint)):
         stored = "float32"  # quantized products are more exact than bfloat16, so the rest is computed in float32
     else:
-        is_dummy = config.load_format == "dummy"
-        stored = "bfloat16" if is_gguf else _stored_dtype(fields, None if is_dummy else checkpoint)
+        stored = "bfloat16" if is_gguf else _stored_dtype(fields, None if config.load_format == "dummy" else checkpoint)
     dtype = choose_dtype(config.dtype, stored, device)
     if config.dtype == "auto" and stored == "float32" and dtype is torch.bfloat16:
         progress("The weights are stored in float32 and computed in bfloat16 (dtype float32 computes them as stored)")
@@ -226,10 +219,8 @@ def compute_dtype(
 
 def _check_fixed(spec: DecoderSpec, world: int) -> None:
     """Raise ExecutorError if a GPU has no batch-invariant kernels for this model."""
-    what = ""
-    if spec.latent is not None:
-        what = "multi-head latent attention"
-    elif spec.is_qk_norm_wide and world > 1:
+    what = "" if spec.latent is None else "multi-head latent attention"
+    if spec.is_qk_norm_wide and world > 1:
         what = "norms over the heads of several ranks"
     if what:
         raise ExecutorError(f"batch_invariant: given; the GPU has no batch-invariant kernel for {what}")
@@ -286,14 +277,12 @@ def choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dty
     that halves the bytes to read, but never in float16: float16 weights run as bfloat16 there. float32 weights stay
     float32 on a CPU.
     """
-    if device.type != "cpu":
-        if requested != "auto":
-            return DTYPES[requested]
-        return torch.bfloat16 if stored == "float32" else DTYPES[stored]
-    if requested == "float16":
+    if requested == "float16" and device.type == "cpu":
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
     if requested != "auto":
         return DTYPES[requested]
+    if device.type != "cpu":
+        return torch.bfloat16 if stored == "float32" else DTYPES[stored]
     return torch.bfloat16 if stored != "float32" and has_vectors() else torch.float32
 
 
