@@ -121,7 +121,8 @@ class Exchange:
 
     # One replica after the other.
 
-    def _next(self) -> None:
+    def _next(self, failure: Outcome | None = None) -> None:
+        """Ask a replica. `failure`: why the one before did not answer."""
         group, prepared = self._group, self._prepared
         model = prepared.parsed.model
         if self._only is not None:  # also none that has joined meanwhile
@@ -133,6 +134,8 @@ class Exchange:
             exclude=group.excluded_for(model, self._tried),
             expects=group.prefills is None,
         )
+        if failure is not None:
+            self._metrics.counts["not_retried" if charge is None else "retries", failure] += 1
         if charge is None:
             self._give_up(self._failure(self._loss) if self._loss else self._fleet.refusal(group, model))
             return
@@ -210,8 +213,7 @@ class Exchange:
         elif self._num_lost >= MAX_LOST:
             self._do_not_retry(outcome, reason)
         elif outcome == "unreachable" or self._fleet.budget.take():
-            self._metrics.counts["retries", outcome] += 1
-            self._retry()
+            self._retry(outcome)
         elif is_unclear:
             self._fleet.tasks.spawn(self._retry_if_dead(leg.replica, outcome, reason))
         else:
@@ -220,8 +222,7 @@ class Exchange:
     async def _retry_if_dead(self, replica: Replica, outcome: Outcome, reason: str) -> None:
         """Retry without retry budget if the process has died: its requests have ended with it, so this adds no load."""
         if await replica.has_died(self._fleet.config.timeouts.probe_timeout_s):
-            self._metrics.counts["retries", outcome] += 1
-            self._retry()
+            self._retry(outcome)
         else:
             self._do_not_retry(outcome, reason)
 
@@ -232,14 +233,14 @@ class Exchange:
     def _failure(self, reason: str) -> HttpError:
         return HttpError(502, f"the replica failed: {reason}", headers={"retry-after": "1"})
 
-    def _retry(self) -> None:
+    def _retry(self, failure: Outcome | None = None) -> None:
         """Ask the next replica from the event loop, because this may run in the callback of a closing connection."""
-        asyncio.get_running_loop().call_soon(self._retry_now)
+        asyncio.get_running_loop().call_soon(self._retry_now, failure)
 
-    def _retry_now(self) -> None:
+    def _retry_now(self, failure: Outcome | None) -> None:
         if self.state == "between":
             try:
-                self._next()
+                self._next(failure)
             except Exception as error:  # a bug must not leave the client without an answer
                 self.fail(error)
 

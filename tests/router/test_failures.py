@@ -234,6 +234,7 @@ def test_each_kind_of_failure_has_its_answer(
         answer = read_all(sock)
         assert (status(answer), words in answer) == (code, True), answer
         assert sum(bool(each.seen) for each in backends) == num_asked
+        assert router.counts("retries").total() == num_asked - 1
         assert sum(each.num_failures for each in router.fleet.replicas.values()) == num_failures
         until(lambda: router.states() == ["up"] * len(answers) and not router.app.exchanges)
         until(lambda: not any(each.pool.busy for each in router.fleet.replicas.values()))
