@@ -113,6 +113,9 @@ class RouterApp:
         if method != b"POST" and (request.path in routes.PROXIED or method not in (b"GET", b"DELETE")):
             return HttpError(405, f"{method.decode('latin-1')[:16]}: not a method of this route")
         kind = request.content_type if method == b"POST" else b"application/json"
+        is_bare = request.path not in routes.PROXIED and not kind  # as clients cancel a stored response
+        if is_bare and b"\norigin:" not in b"\n" + request.lines:  # a web page's request has an origin
+            kind = b"application/json"
         if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
             return HttpError(415, "content-type: 'application/json' is expected", param="content-type")
         if self.is_draining:

@@ -38,11 +38,12 @@ def test_requests_for_a_stored_response_and_those_that_continue_it_go_to_its_rep
     with two(*models) as (first, second, router):
         for _ in range(3):
             assert router.http.get("/v1/responses/resp_1").json() == {"id": "resp_1"}
-            assert router.http.post("/v1/responses/resp_1/cancel", json={}).status_code == 200
+            assert router.http.post("/v1/responses/resp_1/cancel").status_code == 200  # without a body
             assert router.http.delete("/v1/responses/resp_1").status_code == 200
             body = {"model": models[1], "input": "x", "previous_response_id": "resp_1"}
             assert router.http.post("/v1/responses", json=body).status_code == 200
-        assert first.seen == []
+        from_a_page = router.http.post("/v1/responses/resp_1/cancel", headers={"origin": "http://localhost"})
+        assert from_a_page.status_code == 415 and first.seen == []
         assert [seen.line.split()[0] for seen in second.seen] == [b"POST", b"DELETE", b"POST"] * 3
 
 
