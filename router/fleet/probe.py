@@ -122,7 +122,8 @@ class Probe:
             self._described = described
             replica.text_digest = first.text_digest
             self._fleet.assign_group(replica, first.root or first.id, names, replica_info(first, self._cache_config))
-            self._on_info(replica, first)
+            if replica.root is not None:  # it was not removed meanwhile; another may have its address by now
+                self._on_info(replica, first)
         if (replica.models, replica.adapters) != (names, adapters):
             self._fleet.rename(replica, names, adapters)
 

@@ -134,6 +134,18 @@ def test_the_late_answer_of_a_removed_replica_does_not_replace_its_successor() -
     fleet.check()
 
 
+async def test_a_removed_replica_that_lists_its_models_late_starts_no_feed() -> None:
+    fleet, followed = Fleet(RouterConfig(), lambda _replica: None), list[Replica]()
+    with stub() as backend:
+        replica = fleet.add(Backend(backend.url))
+        Probe(fleet, lambda each, _model: followed.append(each), replica).start()
+        fleet.detach(replica)
+        await comes_true(lambda: replica.state == "up")
+        await fleet.tasks.close()
+        replica.pool.close()
+    assert followed == []
+
+
 def test_a_failing_replica_is_used_again_when_the_others_are_removed() -> None:
     fleet = Fleet(RouterConfig(), lambda _replica: None)
     failing, other = (fleet.add(Backend(f"http://127.0.0.1:{port}")) for port in (1, 2))
