@@ -111,12 +111,14 @@ def start_prefill(
         num_tokens=prepared.num_tokens,
         session=prepared.session,
         exclude=prefills.excluded_for(prepared.parsed.model, tried),
+        expects=False,
     )
     if charge is None:
         return None
     if charge.predicted_ttft_s > MAX_WAIT_S:
-        charge.release(ok=False)
+        charge.release(ok=None)
         return None
+    prefills.placement.expect(charge, prepared.prompt)
     prefill = PrefillLeg(fleet, charge, fields, span_of(charge, "prefill"), on_end)
     replica = prefill.leg.replica
     lines, body = prepared.form_for(replica.text_digest, replica.key_line)

@@ -300,7 +300,8 @@ class Charge:
         if self.answered_s is not None:
             self._load.learn_delay(num_tokens - 1, self._load.clock() - self.answered_s)
 
-    def release(self, ok: bool = True) -> None:
+    def release(self, ok: bool | None = True) -> None:
+        """End the charge, which the replica has answered or not, or (None) which was never sent."""
         if self.is_released:
             return
         self.is_released = True
@@ -309,5 +310,5 @@ class Charge:
         self._load.leave(self)
         if ok:
             self._load.totals.requests_ok_total += 1
-        else:
+        elif ok is not None:
             self._load.totals.requests_failed_total += 1

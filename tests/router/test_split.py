@@ -146,6 +146,15 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
         assert ["kv_transfer_params" in fields(seen) for seen in decode.seen] == [True, False, False, True]
 
 
+def test_a_prompt_is_not_computed_elsewhere_if_the_queue_is_longer_than_a_minute() -> None:
+    with split_fleet() as ((prefill,), _, router):
+        placement = next(iter(router.fleet.prefills.values())).placement
+        router.call(lambda: placement.loads.learn(0, 1.0))  # a token per second
+        assert router.complete(LONG).status_code == 200
+        assert not prefill.seen and router.num_blocks(prefill.url) == 0
+        assert placement.metrics()["requests_failed_total"] == 0
+
+
 def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
     with split_fleet() as (_, (decode,), router):
         decode.answer = hold = Hold()
