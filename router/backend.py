@@ -63,7 +63,8 @@ def canonical_url(url: str, field: str = "backend") -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         raise RouteError(f"{field}: {url[:120]!r} is not a URL") from None
-    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+    is_plain = parts.path in ("", "/") and "@" not in parts.netloc and not (parts.query or parts.fragment)
+    if parts.scheme != "http" or not host or port == 0 or not is_plain:
         raise RouteError(f"{field}: {url[:120]!r} is not of the form http://HOST:PORT")
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
         raise RouteError(f"{field}: {host[:80]!r} is not a host name or an address")
