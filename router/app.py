@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -95,7 +96,7 @@ class RouterApp:
         if routes.is_proxied(path):
             return self._objection(request)
         method = request.method.decode("latin-1")
-        if path not in routes.OWN:
+        if path not in routes.OWN and not path.startswith(routes.MODEL):
             return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
         if request.method not in routes.METHODS.get(path, (b"GET", b"HEAD")):
             return HttpError(405, f"{method[:16]}: not a method of this route")
@@ -284,6 +285,9 @@ class RouterApp:
             return 200, {"version": __version__}
         if path == "/replicas":
             return 200, {"replicas": list(self.fleet.views())}
+        if path.startswith(routes.MODEL):
+            name = unquote(path.removeprefix(routes.MODEL))
+            return 200, model_entry(name, self._started_s) | {"root": self.fleet.group_of(name).root}
         models = [(name, group.root) for group in self.fleet.groups.values() for name in group.names]
         return 200, model_list([model_entry(name, self._started_s) | {"root": root} for name, root in models])
 

@@ -8,6 +8,7 @@ STORED = "/v1/responses/"  # before the id of a response that a replica stores
 COUNTS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/responses/compact")  # without an answer
 TOKENS = ("/tokenize", "/detokenize", f"{CHAT}/render", f"{COMPLETIONS}/render")  # of a text; nothing is computed
 PROXIED = frozenset({*PROMPTS, EMBEDDINGS, *COUNTS, *TOKENS})
+MODEL = "/v1/models/"  # before the name of a model
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
 METHODS = {"/replicas": (b"GET", b"HEAD", b"POST", b"DELETE")}  # of the others: GET and HEAD
 PROBED = OWN - {"/", "/replicas", "/v1/models"}
@@ -23,7 +24,7 @@ def route_of(request: ClientRequest) -> str:
     path = request.path
     if path in OWN or path in PROXIED:
         return path
-    return STORED if path.startswith(STORED) else "unmatched"
+    return next((each for each in (STORED, MODEL) if path.startswith(each)), "unmatched")
 
 
 def is_repeatable(request: ClientRequest, parsed: RequestFields) -> bool:

@@ -186,6 +186,8 @@ def test_every_route_of_an_engine_is_passed_on(relay: RunningRouter, backend: St
 def test_the_list_of_models_serves_clients_of_both_apis(relay: RunningRouter) -> None:
     models = relay.http.get("/v1/models").json()
     (model,) = models["data"]
+    assert relay.http.get("/v1/models/m").json() == relay.http.get("/v1/models/%6d").json() == model
+    assert relay.http.get("/v1/models/other").status_code == 404
     assert (models["has_more"], models["first_id"], model["type"]) == (False, model["id"], "model")
 
 
