@@ -225,8 +225,7 @@ class Fleet:
             }
 
     def _excluded(self, group: ReplicaGroup) -> set[Replica]:
-        """Return the failing replicas to exclude, or to hold to one request on trial: ejected ones first, at most
-        `max_ejected_share` of the group."""
+        """Return the failing replicas to exclude: ejected ones first, at most `max_ejected_share` of the group."""
         room = int(len(group.replicas) * self.config.timeouts.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in EXCLUDED_FOR_FAILURES]
         out.sort(key=lambda each: (each.state != "ejected", each.url))

@@ -210,8 +210,7 @@ class PromptReader:
         messages, are_known = _messages(chat.messages)
         tools = chat.tools
         if is_ours and tools:
-            functions = [tool.function for tool in msgspec.convert(tools, list[ChatTool])]
-            tools = show_tools(functions, chat.tool_choice)
+            tools = show_tools([each.function for each in msgspec.convert(tools, list[ChatTool])], chat.tool_choice)
         options = {"tools": tools, "documents": chat.documents, **rendering(chat)}
         try:
             with limited(RENDER_S if self.is_long(CHAT, body) else TRIAL_S):
