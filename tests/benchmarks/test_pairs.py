@@ -197,9 +197,7 @@ def test_longer_files_of_prompts_make_up_for_shorter_ones(tmp_path: Path) -> Non
 
 @needs_model
 def test_the_process_that_starts_servers_cold_maps_none_of_their_files() -> None:
-    code = f"""
-import sys
-sys.path.insert(0, {str(pairs.HERE)!r})
+    code = """
 import bench_contact
 assert "penstock" in bench_contact.servers(bench_contact.Setup("", bench_contact.ROOT, 1, ()), "")
 print("site-packages" in open("/proc/self/maps").read())

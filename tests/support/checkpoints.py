@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,8 @@ def executor_of(model: str | Path, **options: Any) -> UniprocExecutor:
 @contextmanager
 def running(config: ExecutorConfig, **options: Any) -> Iterator[RankedExecutor]:
     """Open the ranks of a model as processes; all of them have ended afterwards."""
-    executor = open_multiproc(config, **options)
-    try:
+    with closing(open_multiproc(config, **options)) as executor:
         yield executor
-    finally:
-        executor.close()
     assert None not in exit_codes(executor)
 
 

@@ -268,13 +268,6 @@ def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes:
         load(path)
 
 
-def test_a_file_without_a_scheme_or_without_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the file carries no vocabulary"):
-        load(described(tmp_path / "a.gguf", model="gpt2"))
-    with pytest.raises(ModelError, match="tokenizer.ggml.pre is missing"):
-        load(described(tmp_path / "b.gguf", model="gpt2", tokens=["a"]))
-
-
 @pytest.mark.parametrize(("pre", "pieces"), cases(__file__, "splits"))
 def test_a_scheme_cuts_where_its_models_were_trained_to(pre: str, pieces: list[str]) -> None:
     cutter = SPLITS[pre].pre_tokenizer()
