@@ -173,10 +173,7 @@ def test_a_silent_server_is_reported_and_its_models_come_back(browser: Any) -> N
 
 
 TELEPHONE = {"width": 375, "height": 667}
-RICH = (
-    f"# A title\n\n{'wide' * 60}\n\n- one\n  - {'two' * 60}\n\n```python\n{'x = 1; ' * 60}\n```\n\n"
-    f"|{'a heading|' * 12}\n|{'---|' * 12}\n|{'cell|' * 12}\n\n> said\n\n[a link](https://example.org) and `code`\n\n---\n"
-)
+RICH = "\n\n".join(cases(__file__, "parts of a rich answer"))
 # The contrast of each visible text to its background, by the formula of WCAG 2, with the beginning of its element.
 CONTRASTS = """() => {
   const shade = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.eplb import Plan, plan
+from tests.support.refusals import cases
 
 
 class Shape(NamedTuple):
@@ -21,11 +22,7 @@ class Shape(NamedTuple):
         return plan(self.load(kind, seed), self.slots, self.ranks)
 
 
-SHAPES = [
-    *(Shape(26, 64, 72, 8), Shape(26, 64, 64, 8), Shape(6, 256, 288, 32), Shape(6, 256, 320, 64)),
-    *(Shape(9, 128, 160, 16), Shape(3, 16, 16, 16), Shape(3, 12, 48, 4)),
-    *(Shape(3, 5, 6, 1), Shape(2, 7, 14, 7), Shape(2, 4, 40, 4)),
-]
+SHAPES: list[Shape] = cases(__file__, "shapes of loads", Shape=Shape)
 
 
 def skewed(kind: str, layers: int, experts: int, seed: int = 0, tokens: int = 1 << 20) -> NDArray[np.int64]:

@@ -12,10 +12,7 @@ from tests.support.refusals import cases
 
 PIECES: list[str] = [piece for row in cases(__file__, "pieces of texts") for piece in row]
 RANGES = [(32, 126), (0xA0, 0x24F), (0x370, 0x5FF), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)]
-CORPUS = [
-    "The quick brown fox doesn't jump over 12 lazy dogs; it's 2024!\n\n  def f(x): return x + 1",
-    "日本語 é ñ hello world",
-]
+CORPUS: list[str] = cases(__file__, "texts that tokenizers are trained with")
 
 
 def texts(count: int) -> list[str]:

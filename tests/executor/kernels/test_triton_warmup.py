@@ -44,8 +44,6 @@ pytestmark = pytest.mark.skipif(
 )
 TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
-SomeAdapters = tuple[str | None, ...]
-NESTED = {"blocks": BlockOps}
 OPTIONS: dict[str, Any] = dict(cases(__file__, "options of requests"))
 
 
@@ -64,8 +62,8 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
 
     def both(name: str) -> Any:
         launcher, twin = getattr(ours, name), getattr(twins, name)
-        if name in NESTED:
-            return beside(NESTED[name], launcher, twin)
+        if name == "blocks":
+            return beside(BlockOps, launcher, twin)
         if not callable(launcher):
             return launcher
 
@@ -113,7 +111,7 @@ def run_traffic(
     executor: UniprocExecutor,
     rng: np.random.Generator,
     num_rows: int,
-    adapters: SomeAdapters = (None,),
+    adapters: tuple[str | None, ...] = (None,),
     drafts: SpeculativeConfig | None = None,
 ) -> None:
     """Let requests of every kind come at once and end one by one, then come one by one and share small steps, some behind
