@@ -77,6 +77,8 @@ def lacks(name: str, card: Card) -> str | None:
     """Return what the card would need for the case."""
     if "eight" in name and not card.has_eight_bits:
         return "numbers of eight bits"
+    if "fixed" in name and card.capability[0] == 10:
+        return "fixed sums"  # InvariantOps refuses it
     if "dependent" in name and not card.has_dependent_launch:
         return "launches before the last kernel's end"
     return None

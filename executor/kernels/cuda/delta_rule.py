@@ -68,7 +68,7 @@ def delta_rule(
     singles, several = batch.num_single_rows, min(len(batch.query_lens), MAX_SEVERAL if is_padded else tokens)
     constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
     if rows := len(batch.query_starts) - 1 if is_exact or is_padded else singles:
-        wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
+        wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) * z.element_size() >= 1 << 15
         _step[(num_heads, rows)](
             *(qkv, z, gates, heads.rate, heads.shift, norm, out, pages, *table, batch.query_starts, counts),
             *(states.first_unit, heads.eps),

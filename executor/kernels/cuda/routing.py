@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.launch import kernel, wait_and_allow_next
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.moe_spec import MoeSpec
@@ -59,6 +60,7 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
     ids = (torch.zeros if rows == 1 else torch.empty)(num_tiles * rows, dtype=torch.int32, device=slots.device)
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=slots.device)
     bins = max(16, power_of_2(num_slots))
+    pairs = PAIRS if current_card().capability < (12, 0) else PAIRS // 2  # which spills there
     chunks = max(1, triton.cdiv(entries, CHUNK_ENTRIES))
     counts = places = ends = tiles  # placeholders that are neither read nor written
     if rows == 1:
@@ -72,7 +74,7 @@ def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted
         *(entries, first, num_tiles if rows > 1 else 0, chunks),
         ROWS=rows,
         AT_ONCE=CHUNKS_AT_ONCE,
-        PART=max(16, PAIRS // bins),
+        PART=max(16, pairs // bins),
         IS_ALONE=chunks == 1,
         num_warps=8,
         **given,
