@@ -415,7 +415,8 @@ async def test_a_short_script_repeats_the_failure(
         scripts, number = sorted(tmp_path.glob("*.sh")), len(server.requests)
         process = await asyncio.create_subprocess_exec("sh", str(scripts[0]), url, stdout=asyncio.subprocess.PIPE)
         printed = (await process.communicate())[0].decode().splitlines()
-    assert [path.name for path in scripts] == ["1-wrong.sh", "2-wrong.sh"]
+    # Two of a kind; by how the requests meet, log-probabilities of right tokens may be wrong as well.
+    assert [path.name for path in scripts if "wrong" in path.name] == ["1-wrong.sh", "2-wrong.sh"]
     # The fault needs no more than an earlier request with the same beginning.
     text = scripts[0].read_text()
     assert "# repeated by these " in text and text.count("\nask ") + text.count("{ echo") <= 12
