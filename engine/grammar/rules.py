@@ -82,8 +82,8 @@ class Rules:
         return f"({' | '.join(f'{rule}_{number} {block}' for number, block in enumerate(blocks.values()))})"
 
     def free_text(self, *marks: str) -> str:
-        """Return the Lark terminal for free text. The parsers work on text, so they would read a special token that the
-        model spells out as the mark."""
+        """Return the Lark terminal for free text in which no mark that is a special token is spelled out: the parsers work
+        on text, so they would take it for the mark."""
         spelled = [mark for mark in marks if any(part in self._special_ids for part in self._parts(mark))]
         return f"/{ANY}/" + "".join(f" & ~/{ANY}{escaped(mark)}{ANY}/" for mark in spelled)
 

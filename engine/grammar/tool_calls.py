@@ -61,13 +61,13 @@ def messages_grammar(
             to, arguments = f"to=functions.{function.name}", argument_rules(rules, harmony.FORM, function)
             ends.append(f"{text(f'{CHANNEL}commentary {to}')} {constrain} {arguments}")
             ends.append(f"{text(f' {to}{CHANNEL}commentary')} {constrain} {arguments}")
-    begun = harmony.HarmonyReader(calls, thinking, is_certain=True).channel
+    open_channel = harmony.HarmonyReader(calls, thinking, is_certain=True).channel
     if calls is None or not calls.must:
         final = "TEXT" if answer is None else rules.answer(answer)
         ends.append(f"{text(f'{CHANNEL}final{MESSAGE}')} {final}")
-        if begun == "final":
+        if open_channel == "final":
             return rules.lark(final)
-    return rules.lark(f"{'' if begun is None else again} ({' | '.join(lead)})* ({' | '.join(ends)})")
+    return rules.lark(f"{'' if open_channel is None else again} ({' | '.join(lead)})* ({' | '.join(ends)})")
 
 
 def _block(rules: Rules, calls: Calls, before: str, *, is_optional: bool = False) -> str:

@@ -50,7 +50,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Json:
 def _vector(embedding: bytes | None, request: EmbeddingRequest) -> Raw:
     """Return the JSON of the vector, as numbers or as base64 of little-endian float32, normalized unless `normalize` is
     false. Encoding all vectors of a reply in one call would hold the GIL, in a thread too."""
-    assert embedding is not None, "the call has been refused"
+    assert embedding is not None, "an answer without a vector is refused before"
     vector = embedding_of(embedding, request.normalize is not False)
     is_base64 = request.encoding_format == "base64"
     return Raw(msgspec.json.encode(base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist()))
